@@ -1,0 +1,134 @@
+"""Tokens a second of a loader, beside a numpy loop that packs the same files.
+
+    python benchmarks/throughput.py [--tokens 200_000_000] [--num-shards 64] [--seconds 10]
+
+Prints a table and JSON lines. The floor of comparison is one thread of numpy that reads the same Arrow files, packs their
+documents end to end with EOS and makes int64 batches; ratios to it, in one run, are what counts.
+"""
+
+import argparse
+import functools
+import json
+import pathlib
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+
+import corpus
+import numpy as np
+import pyarrow as pa
+
+import ibm_nodes
+from ibm_nodes import Batcher, CausalLMCollator, Loader, Mixer, Packer, Prefetcher, Reader, Sharder, Shuffler
+
+SEQ_LEN, BATCH_SIZE = 4096, 8
+
+
+def graph(shard: int, num_shards: int, *, urls: dict[str, str]) -> Shuffler:
+    """Builds the graph of one logical shard."""
+    sources = {name: Reader(url, name=name, shard=shard, num_shards=num_shards, seed=0) for name, url in urls.items()}
+    node = Mixer(sources, weights={name: corpus.WEIGHTS[name] for name in urls}, seed=(0, shard))
+    return Shuffler(Packer(node, seq_len=SEQ_LEN, eos_id=corpus.EOS_ID), buffer_size=16, seed=(0, shard))
+
+
+def sharder(urls: dict[str, str], num_shards: int) -> Sharder:
+    """Gives a rank that owns all logical shards."""
+    return Sharder(functools.partial(graph, urls=urls), num_shards=num_shards, rank=0, world_size=1)
+
+
+def batcher(urls: dict[str, str], num_shards: int) -> Batcher:
+    """Gives batches of int64 tensors."""
+    return Batcher(sharder(urls, num_shards), batch_size=BATCH_SIZE, collate=CausalLMCollator(shift_labels=False))
+
+
+def numpy_loop(urls: dict[str, str]) -> Iterator[np.ndarray]:
+    """Packs the files of all datasets, in order, for ever: the least that a loader has to do."""
+    eos, size = np.array([corpus.EOS_ID], np.int32), SEQ_LEN * BATCH_SIZE
+    pieces: list[np.ndarray] = []
+    length = 0
+    while True:
+        for url in urls.values():
+            for path in sorted(pathlib.Path(url.removeprefix("file://")).glob("*.arrow")):
+                reader = pa.ipc.open_file(pa.memory_map(str(path)))
+                for number in range(reader.num_record_batches):
+                    column = reader.get_batch(number).column(0)
+                    values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
+                    for begin, end in zip(offsets, offsets[1:], strict=False):
+                        pieces += (values[begin:end], eos)
+                        length += end - begin + 1
+                        if length >= size:
+                            flat = np.concatenate(pieces)
+                            for at in range(0, length - size + 1, size):
+                                yield flat[at : at + size].reshape(BATCH_SIZE, SEQ_LEN).astype(np.int64)
+                            pieces = [flat[length - length % size :]]
+                            length = len(pieces[0])
+
+
+def rate(batches: Iterator[object], seconds: float) -> float:
+    """Gives million tokens a second over ``seconds``, after the first batches."""
+    for _ in range(8):
+        next(batches)
+    began, count = time.perf_counter(), 0
+    while (passed := time.perf_counter() - began) < seconds:
+        next(batches)
+        count += 1
+    return count * BATCH_SIZE * SEQ_LEN / passed / 1e6
+
+
+def get_state_milliseconds(urls: dict[str, str], num_shards: int) -> float:
+    """Gives the time of one state of a Sharder of which a batch's worth of shards has moved."""
+    node = sharder(urls, num_shards)
+    times = []
+    for _ in range(200):
+        for _ in range(BATCH_SIZE):
+            next(node)
+        began = time.perf_counter()
+        node.state_dict()
+        times.append(time.perf_counter() - began)
+    return float(np.median(times)) * 1e3
+
+
+def main() -> None:
+    """Runs the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=200_000_000)
+    parser.add_argument("--num-shards", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--directory", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()) / "ibm_nodes-corpus"
+    )
+    args = parser.parse_args()
+    urls = corpus.build(args.directory, num_tokens=args.tokens)
+    runs = {
+        "numpy loop over Arrow": lambda: numpy_loop(urls["arrow"]),
+        "Arrow": lambda: iter(Loader(batcher(urls["arrow"], args.num_shards))),
+        "Arrow, Prefetcher": lambda: iter(
+            Loader(Prefetcher(batcher(urls["arrow"], args.num_shards), prefetch_factor=4))
+        ),
+        "Parquet": lambda: iter(Loader(batcher(urls["parquet"], args.num_shards))),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(args.rounds):
+        for name, make in runs.items():
+            rates[name].append(rate(make(), args.seconds))
+    base = float(np.median(rates["numpy loop over Arrow"]))
+    print(f"{args.tokens:,} tokens, {args.num_shards} logical shards on one rank, ibm_nodes from {ibm_nodes.__file__}")
+    for name, values in rates.items():
+        median = float(np.median(values))
+        print(f"{name:28} {median:8.1f} M tokens/s   {median / base:5.2f} of the numpy loop")
+        print(
+            json.dumps({"run": name, "million_tokens_per_second": round(median, 2), "ratio": round(median / base, 3)})
+        )
+    milliseconds = get_state_milliseconds(urls["arrow"], args.num_shards)
+    print(
+        f"get_state of a Sharder       {milliseconds:8.3f} ms   ({args.num_shards} shards, {BATCH_SIZE} of them moved)"
+    )
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"peak memory                  {peak:8.0f} MiB")
+    print(json.dumps({"get_state_milliseconds": round(milliseconds, 3), "peak_mib": round(peak)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Composable ``torchdata.nodes`` that stream training data from object storage, the same at any world size."""
+
+from ibm_nodes.batcher import Batcher, CausalLMCollator
+from ibm_nodes.formats import list_dataset
+from ibm_nodes.items import Document, Place, Sample
+from ibm_nodes.loader import Loader
+from ibm_nodes.mixer import Mixer
+from ibm_nodes.packer import Packer
+from ibm_nodes.prefetcher import Prefetcher
+from ibm_nodes.reader import Reader
+from ibm_nodes.sharder import Sharder
+from ibm_nodes.shuffler import Shuffler
+
+__all__ = [
+    "Batcher",
+    "CausalLMCollator",
+    "Document",
+    "Loader",
+    "Mixer",
+    "Packer",
+    "Place",
+    "Prefetcher",
+    "Reader",
+    "Sample",
+    "Sharder",
+    "Shuffler",
+    "list_dataset",
+]

@@ -1,0 +1,119 @@
+"""Batcher and the collators: samples to a dict of tensors."""
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torchdata.nodes import BaseNode
+
+from ibm_nodes.items import Sample
+from ibm_nodes.state import State
+
+T = TypeVar("T")
+
+IGNORE_INDEX = -100
+"""The label that PyTorch's cross entropy leaves out."""
+
+
+class Batcher(BaseNode[Any], Generic[T]):
+    """Yields lists of ``batch_size`` items of the source, or what ``collate`` makes of them.
+
+    Its state is the source's, after the last batch that was handed out: a batch that an error interrupted is kept and
+    completed by the next call, and is drawn again after a load.
+
+    Args:
+        source: node of samples.
+        batch_size: items in a batch, on this rank.
+        collate: function of a list of items, such as a ``CausalLMCollator``.
+        drop_last: leave out a last batch that is smaller.
+
+    Raises:
+        ValueError: if batch_size is below 1.
+    """
+
+    def __init__(
+        self,
+        source: BaseNode[T],
+        *,
+        batch_size: int,
+        collate: Callable[[list[T]], Any] | None = None,
+        drop_last: bool = True,
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.source = source
+        self.batch_size = batch_size
+        self.collate = collate
+        self.drop_last = drop_last
+
+    def reset(self, initial_state: State | None = None) -> None:
+        super().reset(initial_state)
+        self._batch: list[T] = []
+        self._state: State | None = None
+        self.source.reset(initial_state)
+
+    def next(self) -> Any:
+        if not self._batch:
+            self._state = self.get_state()
+        batch = self._batch
+        while len(batch) < self.batch_size:
+            try:
+                batch.append(next(self.source))
+            except StopIteration:
+                if self.drop_last or not batch:
+                    raise
+                break
+        item = batch if self.collate is None else self._collate(batch)
+        self._batch, self._state = [], None
+        return item
+
+    def get_state(self) -> State:
+        if self._state is None:
+            self._state = self.source.state_dict()
+        return self._state
+
+    def _collate(self, batch: list[T]) -> Any:
+        assert self.collate is not None
+        try:
+            return self.collate(batch)
+        except StopIteration as error:
+            raise RuntimeError(
+                "collate raised StopIteration, which would have ended the data without a word"
+            ) from error
+
+
+class CausalLMCollator:
+    """Makes ``{"input_ids", "labels"}`` for training a causal language model, both int64 of shape [batch, seq_len].
+
+    Args:
+        shift_labels: False: labels are the input ids, for models that shift inside (Hugging Face's do, and need this).
+            True: the label of each position is the next token, and that of the last one -100, for models that compare
+            their output with the labels position by position.
+        pad_id: id that fills a sample which is shorter than the longest of its batch, as the last one of finite data may
+            be; its label is -100.
+    """
+
+    def __init__(self, *, shift_labels: bool, pad_id: int = 0) -> None:
+        self.shift_labels = shift_labels
+        self.pad_id = pad_id
+
+    def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
+        """Collates samples."""
+        lengths = [len(sample.tokens) for sample in samples]
+        width = max(lengths)
+        ids = np.empty((len(samples), width), np.int64)
+        for row, sample, length in zip(ids, samples, lengths, strict=True):
+            row[:length] = sample.tokens
+            row[length:] = self.pad_id
+        input_ids = torch.from_numpy(ids)
+        if self.shift_labels:
+            labels = torch.full_like(input_ids, IGNORE_INDEX)
+            labels[:, :-1] = input_ids[:, 1:]
+        else:
+            labels = input_ids.clone()
+        for row, length in enumerate(lengths):
+            if length < width:
+                labels[row, length - self.shift_labels :] = IGNORE_INDEX
+        return {"input_ids": input_ids, "labels": labels}

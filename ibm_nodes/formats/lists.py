@@ -1,0 +1,148 @@
+"""Lists: rows of integers, taken out of Arrow arrays whatever their layout."""
+
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+ROWS_PER_BATCH = 1 << 32
+LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+VIEW_TYPES = (pa.types.is_list_view, pa.types.is_large_list_view)
+
+
+class Lists(NamedTuple):
+    """Rows of integers: number i is ``values[begins[i]:ends[i]]``, empty where it was null.
+
+    ``rows`` says where each stands in its file: its row, or, in a format that does not count rows ahead of reading,
+    2**32 * record batch + row in it.
+    """
+
+    values: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+    rows: np.ndarray
+
+
+def is_list_of_integers(kind: pa.DataType) -> bool:
+    """Tells whether a column of this type can be read as rows of integers."""
+    if pa.types.is_dictionary(kind):
+        return is_list_of_integers(kind.value_type)
+    if not any(check(kind) for check in LIST_TYPES + VIEW_TYPES):
+        return False
+    inner = kind.value_type
+    return pa.types.is_integer(inner) or (pa.types.is_dictionary(inner) and pa.types.is_integer(inner.value_type))
+
+
+def check_column(schema: pa.Schema, column: str, url: str) -> None:
+    """Checks that a file has a column of lists of integers of that name.
+
+    Raises:
+        LookupError: if there is no such column; names those that could be read.
+        TypeError: if it holds something else.
+    """
+    readable = [field.name for field in schema if is_list_of_integers(field.type)]
+    others = f"columns of integer lists: {', '.join(map(repr, readable)) or 'none'}"
+    if column not in schema.names:
+        raise LookupError(f"no column {column!r} in {url}: give column, one of its {others}")
+    kind = schema.field(column).type
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        raise TypeError(
+            f"column {column!r} of {url} holds text, not token ids: tokenize it first, or give column, one of its {others}"
+        )
+    if not is_list_of_integers(kind):
+        raise TypeError(
+            f"column {column!r} of {url} holds {kind}, not lists of integers: give column, one of its {others}"
+        )
+
+
+def to_lists(array: pa.Array, column: str, first_row: int) -> Lists:
+    """Takes rows out of an array, of which the first is ``first_row``; copies values only where Arrow's layout demands it.
+
+    Raises:
+        ValueError: if there is a null inside a row.
+    """
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if any(check(array.type) for check in VIEW_TYPES):
+        array = array.cast(pa.large_list(array.type.value_type))
+    num_rows = len(array)
+    if pa.types.is_fixed_size_list(array.type):
+        offsets = (array.offset + np.arange(num_rows + 1, dtype=np.int64)) * array.type.list_size
+    else:
+        offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
+    values = array.values
+    begins, ends = offsets[:-1], offsets[1:]
+    if array.null_count:
+        ends = np.where(array.is_valid().to_numpy(zero_copy_only=False), ends, begins)
+    if pa.types.is_dictionary(values.type):
+        values = values.dictionary_decode()
+    if values.null_count:
+        _check_nulls(values, begins, ends, column)
+        values = values.fill_null(0)
+    return Lists(values.to_numpy(), begins, ends, np.arange(first_row, first_row + num_rows))
+
+
+def join(parts: list[Lists]) -> Lists:
+    """Joins rows end to end; values are copied if there is more than one part."""
+    if len(parts) == 1:
+        return parts[0]
+    if not parts:
+        none = np.empty(0, np.int64)
+        return Lists(none, none, none, none)
+    shifts = np.cumsum([0, *(len(part.values) for part in parts)])
+    return Lists(
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.begins + shift for part, shift in zip(parts, shifts, strict=False)]),
+        np.concatenate([part.ends + shift for part, shift in zip(parts, shifts, strict=False)]),
+        np.concatenate([part.rows for part in parts]),
+    )
+
+
+def check_ids(values: np.ndarray, lists: Lists, vocab_size: int | None) -> np.ndarray:
+    """Checks token ids, and gives them in the narrowest signed or 16-bit type that needs no copy or half the memory.
+
+    Raises:
+        ValueError: naming the id and its row, if it is negative, not below vocab_size, or above 2**63 - 1.
+    """
+    limit = (1 << 63) if vocab_size is None else vocab_size
+    if not len(lists.rows):
+        return np.empty(0, np.int32)
+    used = values[int(lists.begins.min()) : max(int(lists.ends.max()), int(lists.begins.min()))]
+    top = int(used.max()) if len(used) else 0
+    if len(used) and (int(used.min()) < 0 or top >= limit):
+        _check_each(values, lists, limit)
+        top = limit - 1  # what was out of range belongs to no row
+    if values.dtype.itemsize <= np.dtype(np.uint16).itemsize:
+        return values.view(f"u{values.dtype.itemsize}")
+    if top >= 1 << 31:
+        return values.astype(np.int64, copy=False)
+    return values.view(np.int32) if values.dtype.itemsize == np.dtype(np.int32).itemsize else values.astype(np.int32)
+
+
+def _check_each(values: np.ndarray, lists: Lists, limit: int) -> None:
+    for begin, end, row in zip(lists.begins.tolist(), lists.ends.tolist(), lists.rows.tolist(), strict=True):
+        tokens = values[begin:end]
+        if not len(tokens):
+            continue
+        for token in (int(tokens.min()), int(tokens.max())):
+            if not 0 <= token < limit:
+                condition = "must not be negative" if token < 0 else f"must be below {limit}"
+                error = ValueError(
+                    f"token ids {condition}, got {token} in {describe_row(row)}: is this the right column and vocabulary?"
+                )
+                raise error
+
+
+def describe_row(row: int) -> str:
+    """Puts a row number into words."""
+    batch, row_in_batch = divmod(row, ROWS_PER_BATCH)
+    return f"row {row_in_batch} of record batch {batch}" if batch else f"row {row}"
+
+
+def _check_nulls(values: pa.Array, begins: np.ndarray, ends: np.ndarray, column: str) -> None:
+    before = np.concatenate([[0], np.cumsum(values.is_null().to_numpy(zero_copy_only=False))])
+    rows = np.flatnonzero(before[ends] > before[begins])
+    if len(rows):
+        raise ValueError(
+            f"column {column!r} has a null inside the list of row {rows[0]} of this block: a token id is missing"
+        )

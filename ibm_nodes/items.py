@@ -1,0 +1,131 @@
+"""What flows between nodes, and how a buffer of it becomes plain data for a state."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+TAG = "__item__"
+
+
+class Document(NamedTuple):
+    """The tokens of one document and the place that they come from.
+
+    Attributes:
+        tokens: one-dimensional array of integers (uint8, uint16, int32 or int64). Do not write to it: it may be a
+            view of the block that was read.
+        url: the object that holds the document.
+        row: its row in that object, counted from 0.
+        name: the dataset's name.
+        epoch: how many times the dataset was passed before, in this logical shard.
+    """
+
+    tokens: np.ndarray
+    url: str = ""
+    row: int = 0
+    name: str = ""
+    epoch: int = 0
+
+
+class Place(NamedTuple):
+    """Where a run of tokens in a sample comes from.
+
+    Attributes:
+        name: the dataset's name.
+        url: the object.
+        row: the row in that object.
+        offset: index, in the document, of the first token of the run; -1 is a BOS that the packer put before it.
+    """
+
+    name: str
+    url: str
+    row: int
+    offset: int
+
+
+class Sample(NamedTuple):
+    """One training sequence.
+
+    Attributes:
+        tokens: one-dimensional array of integers. Do not write to it: the buffer of a shuffle may still be saving it.
+        starts: positions in ``tokens`` at which the documents begin, ascending, the first one 0.
+        documents: for each start, the place of that document (or of the rest of it).
+    """
+
+    tokens: np.ndarray
+    starts: tuple[int, ...] = (0,)
+    documents: tuple[Place, ...] = ()
+
+
+def freeze(item: Any) -> Any:
+    """Turns an item into plain data that nothing will write to, with token ids stored in 16 bits where they fit.
+
+    Args:
+        item: nested dicts, lists and tuples of documents, samples, arrays, tensors, str, bytes, numbers, bool, None.
+
+    Raises:
+        TypeError: for any other class, which could not be read back with ``torch.load(weights_only=True)``.
+    """
+    if isinstance(item, Sample):
+        return {
+            TAG: "sample",
+            "tokens": freeze(item.tokens),
+            "starts": item.starts,
+            "documents": _plain(item.documents),
+        }
+    if isinstance(item, Document):
+        return {TAG: "document", "tokens": freeze(item.tokens), "place": tuple(item[1:])}
+    if isinstance(item, np.ndarray):
+        return _freeze_array(item)
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone()
+    if isinstance(item, dict):
+        return {key: freeze(value) for key, value in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(freeze(value) for value in item)
+    if item is None or type(item) in (str, bytes, int, float, bool):
+        return item
+    raise TypeError(
+        f"a buffered item must be made of plain data, arrays, tensors, Document or Sample, got {type(item).__name__}: "
+        "a state that holds it could not be loaded; convert it before the node that buffers it"
+    )
+
+
+def thaw(data: Any) -> Any:
+    """Turns what ``freeze`` gave back into the item, with the same types of its arrays."""
+    if isinstance(data, dict):
+        tag = data.get(TAG)
+        if tag == "array":
+            array = np.frombuffer(data["data"], data["stored"]).astype(data["dtype"]).reshape(data["shape"])
+            array.flags.writeable = False
+            return array
+        if tag == "sample":
+            places = tuple(Place(*place) for place in data["documents"])
+            return Sample(thaw(data["tokens"]), tuple(data["starts"]), places)
+        if tag == "document":
+            return Document(thaw(data["tokens"]), *data["place"])
+        return {key: thaw(value) for key, value in data.items()}
+    if type(data) in (list, tuple):
+        return type(data)(thaw(value) for value in data)
+    if isinstance(data, torch.Tensor):
+        return data.clone()
+    return data
+
+
+def _plain(places: tuple[Place, ...]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(tuple(place) for place in places)
+
+
+def _freeze_array(array: np.ndarray) -> dict[str, Any]:
+    if array.dtype.hasobject:
+        raise TypeError(f"a buffered array must hold numbers, got dtype {array.dtype}")
+    stored = array
+    if array.dtype.kind in "iu" and array.itemsize > 2 and array.size and 0 <= array.min() and array.max() < 1 << 16:
+        stored = array.astype(np.uint16)
+    return {
+        TAG: "array",
+        "dtype": array.dtype.str,
+        "stored": stored.dtype.str,
+        "shape": array.shape,
+        "data": stored.tobytes(),
+    }

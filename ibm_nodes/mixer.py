@@ -1,0 +1,235 @@
+"""Mixer: draws from named sources so that their tokens follow weights."""
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from ibm_nodes.permutation import Seed, check_seed, derive_key, random_index
+from ibm_nodes.state import State, check_keys, check_settings
+
+T = TypeVar("T")
+
+ONE = 1 << 32
+"""The sum of all weights, as integers."""
+NUM_PROBES = 8
+"""Documents whose lengths are looked at before the first draw from a source."""
+MAX_WARM_UP = 2048
+
+
+class Mixer(BaseNode[T]):
+    """Yields the items of named sources so that the tokens of each source follow its weight.
+
+    Every source has a credit. A document of n tokens adds its share of n to the credit of every source and takes n from
+    the source that it came from; the next draw is from the source with the largest credit. All in integers: shares stay
+    exact however long the run. Initial credits are what the same rule gives after a number of draws that depends on the
+    seed alone, with the lengths of the first documents, so that logical shards do not draw a rare dataset all at once.
+
+    Other weights may be given when a state is loaded: they apply from the next draw on, and nothing is repaid. A weight
+    of zero is not drawn and keeps its place. A source that is new begins at its beginning; one that is gone stays in the
+    state and may come back. A source that ends leaves its share to the others; the end is when all have ended.
+
+    Args:
+        sources: nodes of items with ``tokens``, by name.
+        weights: share of each source's tokens; any sum. Names must be those of the sources.
+        seed: an int or a tuple of ints; give each logical shard its own, as in ``seed=(0, shard)``.
+
+    Raises:
+        ValueError: if a weight is negative, NaN or infinite, if all are zero, or if names differ.
+    """
+
+    SEED_KEY = "seed"
+    CREDITS_KEY = "credits"
+    TOKENS_KEY = "tokens"
+    DOCUMENTS_KEY = "documents"
+    ENDED_KEY = "ended"
+    SOURCES_KEY = "sources"
+
+    def __init__(self, sources: Mapping[str, BaseNode[T]], *, weights: Mapping[str, float], seed: Seed = 0) -> None:
+        super().__init__()
+        if not sources:
+            raise ValueError("sources must not be empty")
+        self.sources = dict(sources)
+        self.weights = integer_weights(weights, self.sources)
+        self.seed = check_seed(seed)
+
+    def reset(self, initial_state: State | None = None) -> None:
+        super().reset(initial_state)
+        counters = (self.CREDITS_KEY, self.TOKENS_KEY, self.DOCUMENTS_KEY)
+        state = initial_state
+        if state is None:
+            state = {
+                self.SEED_KEY: self.seed,
+                self.ENDED_KEY: [],
+                self.SOURCES_KEY: {},
+                **{key: {} for key in counters},
+            }
+        check_keys(self, state, (self.SEED_KEY, self.ENDED_KEY, self.SOURCES_KEY, *counters))
+        check_settings(self, state, seed=self.seed)
+        self._credits, self._tokens, self._documents = (dict(state[key]) for key in counters)
+        self._ended = list(state[self.ENDED_KEY])
+        saved = state[self.SOURCES_KEY]
+        self._parked = {name: place for name, place in saved.items() if name not in self.sources}
+        self._places = {name: _Place(node, saved.get(name)) for name, node in self.sources.items()}
+        self._active: dict[str, int] | None = None
+
+    def next(self) -> T:
+        if self._active is None:
+            self._active = self._prepare()
+        active, credits = self._active, self._credits
+        while active:
+            name = max(active, key=credits.__getitem__)
+            try:
+                item = self._places[name].next()
+            except StopIteration:
+                self._ended.append(name)
+                self._active = active = self._share()
+                continue
+            length = len(item.tokens)  # type: ignore[attr-defined]  # items of a mix have tokens
+            for other, weight in active.items():
+                credits[other] += weight * length
+            credits[name] -= length * ONE
+            self._tokens[name] += length
+            self._documents[name] += 1
+            return item
+        raise StopIteration
+
+    def get_state(self) -> State:
+        return {
+            self.SEED_KEY: self.seed,
+            self.CREDITS_KEY: dict(self._credits),
+            self.TOKENS_KEY: dict(self._tokens),
+            self.DOCUMENTS_KEY: dict(self._documents),
+            self.ENDED_KEY: list(self._ended),
+            self.SOURCES_KEY: {**self._parked, **{name: place.get_state() for name, place in self._places.items()}},
+        }
+
+    def _share(self) -> dict[str, int]:
+        """Gives the weights of the sources that can be drawn from."""
+        left = {name: weight for name, weight in self.weights.items() if weight and name not in self._ended}
+        return _scale(left) if left else left
+
+    def _prepare(self) -> dict[str, int]:
+        """Gives credit to the sources that have none."""
+        lengths = {}
+        for name in self._share():
+            if name not in self._credits:
+                lengths[name] = self._places[name].probe()
+        self._ended += [name for name, measured in lengths.items() if not measured]
+        active = self._share()
+        new = {name: lengths[name] for name in active if name in lengths}
+        old = [self._credits[name] for name in active if name not in new]
+        for name in self.sources:
+            self._tokens.setdefault(name, 0)
+            self._documents.setdefault(name, 0)
+        if not old:
+            self._credits.update(_warm_up(active, new, self.seed))
+            return active
+        for name, measured in new.items():  # joins somewhere in its first cycle, not at the head of the queue
+            key = derive_key("Mixer", self.seed, name)
+            self._credits[name] = max(old) - random_index(key, 0, _residual(key, measured) * ONE)
+        return active
+
+
+class _Place(Generic[T]):
+    """A source with the first documents that were looked at before they are due; its state holds none of them."""
+
+    def __init__(self, source: BaseNode[T], state: tuple[Any, int] | None) -> None:
+        self._source = source
+        source.reset(None if state is None else state[0])
+        self._skip = 0 if state is None else state[1]
+        self._ahead: deque[T] = deque()
+        self._before: Any = None
+        self._drawn = 0
+
+    def next(self) -> T:
+        if self._ahead:
+            self._drawn += 1
+            return self._ahead.popleft()
+        self._pass_over()
+        self._before = None
+        return next(self._source)
+
+    def probe(self) -> tuple[int, ...]:
+        """Gives the lengths of the first documents, which stay to be drawn."""
+        if self._before is None:
+            self._pass_over()
+            self._before, self._drawn = self._source.state_dict(), 0
+        while len(self._ahead) < NUM_PROBES:
+            try:
+                self._ahead.append(next(self._source))
+            except StopIteration:
+                break
+        return tuple(len(item.tokens) for item in self._ahead)  # type: ignore[attr-defined]
+
+    def get_state(self) -> tuple[Any, int]:
+        if self._ahead:
+            return self._before, self._drawn
+        return self._source.state_dict(), self._skip
+
+    def _pass_over(self) -> None:
+        while self._skip:
+            next(self._source)
+            self._skip -= 1
+
+
+def integer_weights(weights: Mapping[str, float], names: Mapping[str, Any]) -> dict[str, int]:
+    """Gives weights as integers of sum 2**32, none of them 0 unless it was given as 0.
+
+    Raises:
+        ValueError: if names differ, or a weight is negative, NaN or infinite, or all are zero.
+    """
+    if unknown := sorted(set(weights) - set(names)):
+        raise ValueError(f"weights must be for the sources {sorted(names)}, got weights for {unknown} too")
+    if missing := sorted(set(names) - set(weights)):
+        raise ValueError(f"weights must name every source, got none for {missing}: give 0 to leave one out")
+    for name, weight in weights.items():
+        if not math.isfinite(weight) or weight < 0:
+            raise ValueError(f"weights must be finite and not negative, got {weight} for {name!r}")
+    if not any(weights.values()):
+        raise ValueError("weights must not all be zero: nothing could be drawn")
+    largest = max(weights.values())  # exact: a float is a fraction
+    return _scale({name: round(weights[name] / largest * (1 << 62)) if weights[name] else 0 for name in sorted(names)})
+
+
+def _scale(weights: dict[str, int]) -> dict[str, int]:
+    """Scales integers to the sum 2**32 by largest remainders, ties by name."""
+    total = sum(weights.values())
+    scaled = {name: max(weight * ONE // total, weight > 0) for name, weight in weights.items()}
+    by_remainder = sorted(weights, key=lambda name: (-(weights[name] * ONE % total), name))
+    for name in by_remainder[: max(0, ONE - sum(scaled.values()))]:
+        scaled[name] += 1
+    scaled[max(scaled, key=lambda name: (scaled[name], name))] += ONE - sum(scaled.values())
+    return scaled
+
+
+def _residual(key: int, lengths: tuple[int, ...]) -> int:
+    """Picks one of the lengths in proportion to itself: the document that a random token falls into."""
+    token = random_index(key, 1, max(1, sum(lengths)))
+    for length in lengths:
+        if token < length:
+            return length
+        token -= length
+    return 1
+
+
+def _warm_up(active: dict[str, int], lengths: dict[str, tuple[int, ...]], seed: Seed) -> dict[str, int]:
+    """Gives the credits after a random number of imagined draws, up to two cycles of the rarest source."""
+    key = derive_key("Mixer", seed, "warm-up")
+    credits: dict[str, int] = {}
+    if not active:
+        return credits
+    for name in active:
+        own = derive_key("Mixer", seed, name)
+        credits[name] = -random_index(own, 0, _residual(own, lengths[name]) * ONE)
+    num_draws = random_index(key, 0, min(MAX_WARM_UP, 2 * ONE // min(active.values())))
+    for draw in range(len(active) > 1 and num_draws):
+        name = max(active, key=credits.__getitem__)
+        length = lengths[name][random_index(key, draw + 1, len(lengths[name]))]
+        for other, weight in active.items():
+            credits[other] += weight * length
+        credits[name] -= length * ONE
+    mean = sum(credits.values()) // len(credits)
+    return {name: credit - mean for name, credit in credits.items()}

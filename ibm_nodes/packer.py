@@ -1,0 +1,138 @@
+"""Packer: documents to samples of a fixed number of tokens."""
+
+import numpy as np
+from torchdata.nodes import BaseNode
+
+from ibm_nodes.items import Document, Place, Sample, freeze, thaw
+from ibm_nodes.state import State, check_keys, check_settings
+
+
+class Packer(BaseNode[Sample]):
+    """Packs documents end to end into samples of exactly ``seq_len`` tokens.
+
+    Each document is closed with EOS, and opened with BOS if there is one, where the data does not already have it. What
+    does not fit goes on in the next sample; nothing is padded or dropped. When the source ends, a last sample that is
+    shorter than ``seq_len`` is yielded. The tokens that wait for the next sample are part of the state.
+
+    Args:
+        source: node of documents.
+        seq_len: tokens in a sample.
+        eos_id: id that closes a document.
+        bos_id: id that opens a document, or None.
+
+    Raises:
+        ValueError: if seq_len is below 1 or an id is negative.
+    """
+
+    SETTING_KEYS = ("seq_len", "eos_id", "bos_id")
+    TAIL_KEY = "tail"
+    SOURCE_KEY = "source"
+
+    def __init__(self, source: BaseNode[Document], *, seq_len: int, eos_id: int, bos_id: int | None = None) -> None:
+        super().__init__()
+        if seq_len < 1:
+            raise ValueError(f"seq_len must be at least 1, got {seq_len}")
+        for name, value in (("eos_id", eos_id), ("bos_id", bos_id)):
+            if value is not None and not 0 <= value < 1 << 31:
+                raise ValueError(f"{name} must be from 0 to 2**31 - 1, got {value}")
+        self.source = source
+        self.seq_len = seq_len
+        self.eos_id = eos_id
+        self.bos_id = bos_id
+        self._eos = _one_token(eos_id)
+        self._bos = None if bos_id is None else _one_token(bos_id)
+
+    def reset(self, initial_state: State | None = None) -> None:
+        super().reset(initial_state)
+        # The open sample, and what of the last document goes beyond it: arrays, and where each document begins.
+        self._pieces: list[np.ndarray] = []
+        self._starts: list[int] = []
+        self._places: list[Place] = []
+        self._length = 0
+        self._frozen: list[object] | None = None
+        if initial_state is None:
+            self.source.reset(None)
+            return
+        check_keys(self, initial_state, (*self.SETTING_KEYS, self.TAIL_KEY, self.SOURCE_KEY))
+        check_settings(self, initial_state, **{name: getattr(self, name) for name in self.SETTING_KEYS})
+        for tokens, _, (place,) in thaw(initial_state[self.TAIL_KEY]):
+            self._append([tokens], len(tokens), place)
+        self.source.reset(initial_state[self.SOURCE_KEY])
+
+    def next(self) -> Sample:
+        self._frozen = None
+        while self._length < self.seq_len:
+            try:
+                document = next(self.source)
+            except StopIteration:
+                break
+            self._add(document)
+        if not self._length:
+            raise StopIteration
+        return self._cut()
+
+    def get_state(self) -> State:
+        if self._frozen is None:
+            self._frozen = [freeze(run) for run in self._runs()]
+        return {
+            "seq_len": self.seq_len,
+            "eos_id": self.eos_id,
+            "bos_id": self.bos_id,
+            self.TAIL_KEY: self._frozen,
+            self.SOURCE_KEY: self.source.state_dict(),
+        }
+
+    def _add(self, document: Document) -> None:
+        tokens = document.tokens
+        length = len(tokens)
+        if not length:
+            return
+        pieces, offset = [tokens], 0
+        if self._bos is not None and tokens.item(0) != self.bos_id:
+            pieces.insert(0, self._bos)
+            offset = -1
+        if tokens.item(-1) != self.eos_id or (length == 1 and self.bos_id == self.eos_id):
+            pieces.append(self._eos)
+        place = Place(document.name, document.url, document.row, offset)
+        self._append(pieces, length + len(pieces) - 1, place)
+
+    def _append(self, pieces: list[np.ndarray], length: int, place: Place) -> None:
+        self._pieces += pieces
+        self._starts.append(self._length)
+        self._places.append(place)
+        self._length += length
+
+    def _cut(self) -> Sample:
+        """Takes a sample off the front; what remains is part of one document at most.
+
+        The one copy of the tokens: sample and rest are parts of it, so that neither keeps a block of megabytes in memory.
+        """
+        pieces, length = self._pieces, self._length
+        tokens = pieces[0] if len(pieces) == 1 and self._places[0].offset > 0 else np.concatenate(pieces)
+        if tokens.dtype.itemsize < np.dtype(np.int32).itemsize:
+            tokens = tokens.astype(np.int32)
+        sample = Sample(tokens[: self.seq_len], tuple(self._starts), tuple(self._places))
+        if length <= self.seq_len:
+            self._pieces, self._starts, self._places, self._length = [], [], [], 0
+            return sample
+        place = self._places[-1]
+        place = place._replace(offset=place.offset + self.seq_len - self._starts[-1])
+        self._pieces, self._starts, self._places = [tokens[self.seq_len :]], [0], [place]
+        self._length = length - self.seq_len
+        return sample
+
+    def _runs(self) -> list[Sample]:
+        """Gives the open tokens, one document at a time, with the types that they have."""
+        runs: list[Sample] = []
+        pieces: list[np.ndarray] = []
+        for piece in self._pieces:
+            pieces.append(piece)
+            ends = [*self._starts[1:], self._length]
+            if sum(map(len, pieces)) == ends[len(runs)] - self._starts[len(runs)]:
+                runs.append(Sample(np.concatenate(pieces), (0,), (self._places[len(runs)],)))
+                pieces = []
+        return runs
+
+
+def _one_token(token: int) -> np.ndarray:
+    return np.array([token], np.int32)

@@ -1,0 +1,152 @@
+"""Prefetcher: a background thread that runs ahead of its consumer."""
+
+import queue
+import threading
+import time
+import weakref
+from typing import Any, TypeVar
+
+import torch
+from torchdata.nodes import BaseNode
+
+from ibm_nodes.read_ahead import stop_waiting_when
+from ibm_nodes.state import State
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.05
+JOIN_SECONDS = 2.0
+
+
+class Prefetcher(BaseNode[T]):
+    """Yields the source's items, drawn ahead of time by one background thread.
+
+    Each item comes with the state after it, so that the state is always that of the last item handed out, however far
+    the thread has run ahead. An error of the source is raised in its place; the next call goes on where it failed. The
+    thread starts with the first item and ends when the node is closed, reset, garbage-collected, or the program ends.
+
+    Args:
+        source: any node.
+        prefetch_factor: how many items may wait.
+        pin_memory: put tensors into page-locked memory, for copies to the GPU that do not block; None does so where CUDA
+            is available. Dicts, lists and tuples are searched for tensors; anything else is passed through.
+
+    Attributes:
+        waited_seconds: how long the consumer has waited for items since the node was built.
+
+    Raises:
+        ValueError: if prefetch_factor is below 1.
+    """
+
+    def __init__(self, source: BaseNode[T], *, prefetch_factor: int, pin_memory: bool | None = False) -> None:
+        super().__init__()
+        if prefetch_factor < 1:
+            raise ValueError(f"prefetch_factor must be at least 1, got {prefetch_factor}")
+        self.source = source
+        self.prefetch_factor = prefetch_factor
+        self.pin_memory = pin_memory
+        self.waited_seconds = 0.0
+        self._worker: _Worker | None = None
+
+    def reset(self, initial_state: State | None = None) -> None:
+        super().reset(initial_state)
+        self.close()
+        self.source.reset(initial_state)
+        self._state: State | None = None
+        self._ended = self._stale = False
+
+    def next(self) -> T:
+        if self._ended:
+            raise StopIteration
+        if self._worker is None:
+            self._state = self.get_state()
+            if self._stale:
+                self.source.reset(self._state)
+                self._stale = False
+            pin = (
+                torch.cuda.is_available() if self.pin_memory is None else self.pin_memory and torch.cuda.is_available()
+            )
+            self._worker = _Worker(self.source, self.prefetch_factor, pin)
+            # Stops the thread when this node is collected; the thread itself must not refer to the node.
+            self._finalizer = weakref.finalize(self, self._worker.stop)
+        began = time.perf_counter()
+        item, state, error = self._worker.get()
+        self.waited_seconds += time.perf_counter() - began
+        if error is None:
+            self._state = state
+            return item
+        self._finalizer()
+        self._worker = None
+        if isinstance(error, StopIteration):
+            self._ended = True
+            self._state = state
+            raise StopIteration
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+
+    def get_state(self) -> State:
+        if self._state is None:
+            self._state = self.source.state_dict()
+        return self._state
+
+    def close(self) -> None:
+        """Ends the thread; the next call starts another one, after the last item handed out."""
+        if self._worker is not None:
+            self._finalizer()
+            self._worker = None
+            self._stale = True
+
+
+class _Worker:
+    """The thread, and the queue of (item, state after it, error)."""
+
+    def __init__(self, source: BaseNode[Any], size: int, pin: bool) -> None:
+        self._queue: queue.Queue[tuple[Any, Any, BaseException | None]] = queue.Queue(size)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=_fill, args=(source, self._queue, self._stopped, pin), name="ibm_nodes-prefetch", daemon=True
+        )
+        self._thread.start()
+
+    def get(self) -> tuple[Any, Any, BaseException | None]:
+        while True:
+            try:
+                return self._queue.get(timeout=1.0)
+            except queue.Empty:
+                if not self._thread.is_alive() and self._queue.empty():
+                    raise RuntimeError("the prefetching thread has died without a word") from None
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_SECONDS)
+
+
+def _fill(source: BaseNode[Any], results: "queue.Queue[Any]", stopped: threading.Event, pin: bool) -> None:
+    stop_waiting_when(stopped)
+    while not stopped.is_set():
+        try:
+            item = next(source)
+            result = (_pinned(item) if pin else item, source.state_dict(), None)
+        except BaseException as error:  # handed to the consumer, which raises it: none is lost
+            result = (None, source.state_dict() if isinstance(error, StopIteration) else None, error)
+        while not stopped.is_set():
+            try:
+                results.put(result, timeout=POLL_SECONDS)
+                break
+            except queue.Full:
+                continue
+        if result[2] is not None:
+            return
+
+
+def _pinned(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return item.pin_memory() if item.device.type == "cpu" else item
+    if isinstance(item, dict):
+        return {key: _pinned(value) for key, value in item.items()}
+    if type(item) in (list, tuple):
+        return type(item)(_pinned(value) for value in item)
+    return item

@@ -1,0 +1,189 @@
+"""The process's one pool of reading threads, and the budget of what they may read before it is asked for."""
+
+import atexit
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+MAX_THREADS = 16
+BUDGET_BYTES = 256 << 20
+IDLE_SECONDS = 1.0
+POLL_SECONDS = 0.05
+EXIT_SECONDS = 2.0
+
+_NEW, _RUNNING, _DONE = range(3)
+
+
+class Interrupted(RuntimeError):
+    """A wait was given up because the node that waits was closed."""
+
+
+class Counters:
+    """What reading has cost this process so far."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self.bytes = 0
+        self.store_seconds = 0.0
+        """Time spent in requests, all threads together."""
+        self.waited_seconds = 0.0
+        """Time that nodes waited for blocks which were not there yet."""
+
+
+counters = Counters()
+_local = threading.local()
+
+
+def stop_waiting_when(stopped: threading.Event) -> None:
+    """Makes every wait of the calling thread end with ``Interrupted`` once the event is set."""
+    _local.stopped = stopped
+
+
+def check_stopped() -> None:
+    """Raises Interrupted if the calling thread was told to stop waiting."""
+    stopped = getattr(_local, "stopped", None)
+    if stopped is not None and stopped.is_set():
+        raise Interrupted("closed while waiting for a read")
+
+
+class Task(Generic[T]):
+    """A read that may run in the pool before its result is asked for; nobody's until then."""
+
+    def __init__(self, function: Callable[[], T], *, pool: "_Pool | None" = None, size: int = 0) -> None:
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._function: Callable[[], T] | None = function
+        self._status = _NEW
+        self._finished = threading.Event()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._size = size
+
+    def done(self) -> bool:
+        """Tells whether the result is there."""
+        return self._status == _DONE
+
+    def peek(self) -> T | None:
+        """Gives the result if it is there and no error, else None."""
+        return self._value
+
+    def result(self) -> T:
+        """Gives the result, running the read in this thread if no other has begun it; raises its error."""
+        if self._status != _DONE:
+            began = time.perf_counter()
+            if self._claim():
+                self._run()
+            while not self._finished.wait(POLL_SECONDS):
+                check_stopped()
+            counters.waited_seconds += time.perf_counter() - began
+        if self._error is not None:
+            raise self._error
+        return self._value  # type: ignore[return-value]  # set by _run
+
+    def _claim(self) -> bool:
+        with self._lock:
+            claimed = self._status == _NEW
+            if claimed:
+                self._status = _RUNNING
+            return claimed
+
+    def _run(self) -> None:
+        assert self._function is not None
+        try:
+            self._value = self._function()
+        except BaseException as error:  # raised again where the result is asked for
+            self._error = error
+        self._function = None
+        self._status = _DONE
+        self._finished.set()
+
+    def __del__(self) -> None:
+        if self._pool is not None:
+            self._pool.release(self._size)
+
+
+class _Pool:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # reentrant: __del__ of a task may run while it is held
+        self._changed = threading.Condition(self.lock)
+        self._waiting: deque[Any] = deque()
+        self._threads: set[threading.Thread] = set()
+        self._idle = 0
+        self._used = 0
+        self._closed = False
+        self._number = 0
+
+    def submit(self, function: Callable[[], T], size: int) -> Task[T] | None:
+        with self.lock:
+            if self._closed or (self._used and self._used + size > BUDGET_BYTES):
+                return None
+            self._used += size
+            task = Task(function, pool=self, size=size)
+            self._waiting.append(task)
+            if self._idle >= len(self._waiting):
+                self._changed.notify()
+            elif len(self._threads) < MAX_THREADS:
+                self._number += 1
+                thread = threading.Thread(target=self._work, name=f"ibm_nodes-read-{self._number}", daemon=True)
+                self._threads.add(thread)
+                thread.start()
+            return task
+
+    def release(self, size: int) -> None:
+        with self.lock:
+            self._used -= size
+
+    def close(self) -> None:
+        with self.lock:
+            self._closed = True
+            self._waiting.clear()
+            threads = list(self._threads)
+            self._changed.notify_all()
+        end = time.monotonic() + EXIT_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def _work(self) -> None:
+        while (task := self._take()) is not None:
+            if task._claim():
+                task._run()
+            del task
+
+    def _take(self) -> "Task[Any] | None":
+        with self.lock:
+            end = time.monotonic() + IDLE_SECONDS
+            self._idle += 1
+            while not self._waiting and not self._closed and time.monotonic() < end:
+                self._changed.wait(end - time.monotonic())
+            self._idle -= 1
+            if self._waiting and not self._closed:
+                task: Task[Any] = self._waiting.popleft()
+                return task
+            self._threads.discard(threading.current_thread())
+            return None
+
+
+_pool = _Pool()
+
+
+def _start_anew() -> None:
+    """A forked child has none of the threads, and a lock that may be held for ever."""
+    global _pool, counters
+    _pool, counters = _Pool(), Counters()
+
+
+os.register_at_fork(after_in_child=_start_anew)
+atexit.register(lambda: _pool.close())
+
+
+def read_ahead(function: Callable[[], T], size: int) -> Task[T] | None:
+    """Queues a speculative read, or gives None if ``size`` more bytes would pass the process's budget.
+
+    The bytes count until the task is dropped.
+    """
+    return _pool.submit(function, size)

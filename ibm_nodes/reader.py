@@ -1,0 +1,335 @@
+"""Reader: the documents of one logical shard of one dataset."""
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from torchdata.nodes import BaseNode
+
+from ibm_nodes import formats
+from ibm_nodes.formats.lists import check_ids
+from ibm_nodes.items import Document
+from ibm_nodes.permutation import Seed, check_seed, derive_key, permutation
+from ibm_nodes.read_ahead import Task, read_ahead
+from ibm_nodes.state import State, check_keys, check_settings
+from ibm_nodes.storage import Listing, ListingSession, Object, Options, current_session
+
+FIRST_READ_BYTES = 1 << 20
+MAX_DEPTH = 8
+
+
+class Reader(BaseNode[Document]):
+    """Yields the documents of one logical shard of a dataset, each pass in another order.
+
+    The dataset is what lies under a prefix. Logical shard l owns the bytes [l T / L, (l + 1) T / L) of the T bytes listed:
+    blocks that lie inside it, and its part of the rows of blocks that its edges cut, so that every row has exactly one
+    owner. Files, the blocks of a file and the rows of a block are visited in a random order that is a function of (seed,
+    name, shard, epoch) and the keys. Resuming is a seek. Documents without tokens are passed over and counted.
+
+    A shard that owns no token of a small dataset reads the whole of it, in an order of its own, if ``epochs`` is None;
+    with a number it has nothing there, and all shards together yield every document once a pass.
+
+    Args:
+        url: prefix (or one file) at any store that fsspec knows: ``s3://...``, ``file:///...``, ``memory://...``.
+        name: the dataset's name, which the order depends on; the prefix's last component if None.
+        shard: this logical shard.
+        num_shards: number of logical shards.
+        seed: an int or a tuple of ints, the same for all shards.
+        column: the column of integer lists.
+        format: "arrow" or "parquet"; None tells by the ending.
+        epochs: passes over the data; None goes on for ever.
+        vocab_size: ids must be below it, if it is given.
+        listing: what is under the url, from ``list_dataset``; None lists at the start, once for all readers of a Sharder.
+        storage_options: fsspec's options for the store, such as key, secret and endpoint_url.
+
+    Raises:
+        ValueError: if an argument is out of range; while reading: if an id is negative or not below vocab_size, or the
+            dataset has no token at all. A note names url and row.
+        LookupError, TypeError: if a file has no such column, or not one of integer lists.
+        FileNotFoundError, PermissionError, OSError: if the store cannot be read.
+    """
+
+    SETTINGS_KEY = "settings"
+    COUNTER_KEYS = ("epoch", "whole", "file", "block", "row", "documents", "skipped", "passes")
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str | None = None,
+        shard: int,
+        num_shards: int,
+        seed: Seed = 0,
+        column: str = "tokens",
+        format: str | None = None,
+        epochs: int | None = None,
+        vocab_size: int | None = None,
+        listing: Listing | None = None,
+        storage_options: Options = None,
+    ) -> None:
+        super().__init__()
+        if num_shards < 1 or not 0 <= shard < num_shards:
+            raise ValueError(f"shard must be from 0 to num_shards - 1, got {shard} of {num_shards}")
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"epochs must be at least 1 or None, got {epochs}")
+        if vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
+        formats.suffixes(format)
+        self.url = url
+        self.name = url.rstrip("/").rsplit("/", 1)[-1] if name is None else name
+        self.shard = shard
+        self.num_shards = num_shards
+        self.seed = check_seed(seed)
+        self.column = column
+        self.format = format
+        self.epochs = epochs
+        self.vocab_size = vocab_size
+        self.listing = listing
+        self.storage_options = storage_options
+
+    def reset(self, initial_state: State | None = None) -> None:
+        super().reset(initial_state)
+        settings = {name: getattr(self, name) for name in ("name", "seed", "shard", "num_shards", "column")}
+        state = initial_state
+        if state is None:
+            state = {self.SETTINGS_KEY: {**settings, "listing": None}, **dict.fromkeys(self.COUNTER_KEYS, 0)}
+        check_keys(self, state, (self.SETTINGS_KEY, *self.COUNTER_KEYS))
+        check_settings(self, state[self.SETTINGS_KEY], **settings)
+        self._settings: dict[str, Any] = state[self.SETTINGS_KEY]
+        self._at = _Cursor(state["epoch"], bool(state["whole"]), state["file"], state["block"])
+        self._row: int = state["row"]
+        self._documents: int = state["documents"]
+        self._skipped: int = state["skipped"]
+        self._passes: float = state["passes"]
+        self._blocks = _Blocks(self, current_session(), self._settings["listing"])
+        self._block: _Block | None = None
+        self._queue: deque[tuple[_Cursor, Task[_Block]]] = deque()
+        self._depth = 1
+        self._ask()
+
+    def next(self) -> Document:
+        while True:
+            block = self._block
+            if block is None:
+                block = self._load()
+            row = self._row
+            if row < block.num_rows:
+                self._row = row + 1
+                if row == block.ask_at:
+                    self._ask()
+                tokens = block.tokens[block.begins[row] : block.ends[row]]
+                return Document(tokens, block.url, block.rows[row], self.name, self._at.epoch)
+            self._finish(block)
+
+    def get_state(self) -> State:
+        at, block = self._at, self._block
+        if block is not None and block.num_rows:
+            self._passes = block.passes + block.share * self._row / block.num_rows
+        return {
+            self.SETTINGS_KEY: self._settings,
+            "epoch": at.epoch,
+            "whole": at.whole,
+            "file": at.file,
+            "block": at.block,
+            "row": self._row,
+            "documents": self._documents,
+            "skipped": self._skipped,
+            "passes": self._passes,
+        }
+
+    def _load(self) -> "_Block":
+        """Waits for the block that the cursor stands at."""
+        if self.epochs is not None and self._at.epoch >= self.epochs:
+            raise StopIteration
+        if self._queue and self._queue[0][0] != self._at:
+            self._queue.clear()
+        late = not (self._queue and self._queue[0][1].done())
+        task = self._queue[0][1] if self._queue else Task(partial(self._blocks.load, self._at))
+        try:
+            block = task.result()
+        except BaseException:
+            self._queue.clear()  # so that the next call tries again
+            raise
+        if self._queue:
+            self._queue.popleft()
+        if late and self._settings["listing"] is not None:
+            self._depth = min(self._depth + 1, MAX_DEPTH)
+        if self._settings["listing"] is None:
+            self._settings = {**self._settings, "listing": block.listing}
+        self._block = block
+        if self._depth > 1:
+            self._ask()
+        return block
+
+    def _ask(self) -> None:
+        """Asks for the blocks to come, as far as it is known which they are."""
+        while len(self._queue) < self._depth:
+            if self._queue:
+                last, task = self._queue[-1]
+                known = task.peek() or (self._block if self._block and self._at[:3] == last[:3] else None)
+                cursor = self._following(last, known) if known else None
+            else:
+                cursor = self._following(self._at, self._block) if self._block else self._at
+            if cursor is None or (self.epochs is not None and cursor.epoch >= self.epochs):
+                return
+            size = self._block.size if self._block else FIRST_READ_BYTES
+            queued = read_ahead(partial(self._blocks.load, cursor), size)
+            if queued is None:
+                return
+            self._queue.append((cursor, queued))
+
+    def _following(self, at: "_Cursor", block: "_Block") -> "_Cursor | None":
+        """Gives the cursor of the block after one, or None where that depends on the rest of the pass."""
+        if at.block + 1 < block.num_blocks:
+            return at._replace(block=at.block + 1)
+        if at.file + 1 < block.num_files:
+            return at._replace(file=at.file + 1, block=0)
+        if self._documents or block.num_rows:
+            return _Cursor(at.epoch + 1, at.whole, 0, 0)
+        return None
+
+    def _finish(self, block: "_Block") -> None:
+        """Moves the cursor past a block."""
+        self._documents += block.num_rows
+        self._skipped += block.num_empty
+        following = self._following(self._at, block)
+        if following is None:  # a pass without a single token
+            if self.epochs is not None:
+                following = _Cursor(self.epochs, False, 0, 0)
+            elif self._at.whole:
+                raise ValueError(
+                    f"dataset {self.name!r} at {self.url} has no token in column {self.column!r}: leave it out of the mix"
+                )
+            else:
+                following = _Cursor(self._at.epoch, True, 0, 0)
+        if following.epoch > self._at.epoch:
+            self._documents = 0
+            self._passes = float(following.epoch)
+        self._at, self._row, self._block = following, 0, None
+
+
+class _Cursor(NamedTuple):
+    """Where a reader stands; file and block count in the order in which they are visited."""
+
+    epoch: int
+    whole: bool
+    file: int
+    block: int
+
+
+class _Block(NamedTuple):
+    """The non-empty rows of a block that a shard owns, in the order in which they are handed out."""
+
+    tokens: np.ndarray
+    begins: list[int]
+    ends: list[int]
+    rows: list[int]
+    url: str
+    num_rows: int
+    num_empty: int
+    num_blocks: int
+    num_files: int
+    passes: float
+    share: float
+    listing: str
+    size: int
+    ask_at: int  # the row at which the next block is asked for
+
+
+class _Blocks:
+    """Finds and reads the blocks of one logical shard; used by the pool's threads too, so it changes nothing."""
+
+    def __init__(self, reader: Reader, session: ListingSession, expected: str | None) -> None:
+        self._key = ("Reader", reader.seed, reader.name, reader.shard)
+        self._part = reader.shard, reader.num_shards
+        self._url, self._options, self._format = reader.url, reader.storage_options, reader.format
+        self._column, self._vocab_size = reader.column, reader.vocab_size
+        self._given, self._session, self._expected = reader.listing, session, expected
+
+    def load(self, at: _Cursor) -> _Block:
+        """Reads the block at a cursor; where there is none, gives one without rows."""
+        listing = self._listing()
+        low, high = self._interval(listing, at.whole)
+        first = bisect_right(listing.starts, low) - 1
+        num_files = max(0, bisect_left(listing.starts, high) - first)
+        if at.file >= num_files:
+            return self._empty(at, num_files, 0, listing)
+        index = first + int(permutation(derive_key(*self._key, "files", at.epoch), num_files)[at.file])
+        item, start = listing.objects[index], listing.starts[index]
+        file = listing.file(
+            (index, self._column, self._format), partial(_open, listing, item, self._column, self._format)
+        )
+        blocks = self._owned(file, start, low, high, (item.key, at.epoch))
+        if at.block >= len(blocks):
+            return self._empty(at, num_files, len(blocks), listing)
+        number = int(blocks[at.block])
+        try:
+            lists = file.read(number)
+            span = start + int(file.spans[number]), start + int(file.spans[number + 1])
+            own = slice(*_own_rows(len(lists.rows), *span, low, high))
+            order = permutation(derive_key(*self._key, item.key, number, at.epoch), own.stop - own.start) + own.start
+            begins, ends = lists.begins[order], lists.ends[order]
+            full = begins < ends
+            tokens = check_ids(lists.values, lists, self._vocab_size)
+        except (ValueError, OSError, pa.ArrowException) as error:
+            error.add_note(f"in block {number} of {item.url}")
+            raise
+        empty = self._empty(at, num_files, len(blocks), listing)
+        num_rows = int(full.sum())
+        return empty._replace(
+            tokens=tokens,
+            begins=begins[full].tolist(),
+            ends=ends[full].tolist(),
+            rows=lists.rows[order][full].tolist(),
+            url=item.url,
+            num_rows=num_rows,
+            num_empty=len(order) - num_rows,
+            ask_at=num_rows // 2,
+            size=file.size(number),
+        )
+
+    def _listing(self) -> Listing:
+        listing = self._given or self._session.listing(self._url, self._options, formats.suffixes(self._format))
+        if self._expected not in (None, str(listing)):
+            raise ValueError(
+                f"the state was saved with {self._expected} under {self._url}, and there is now {listing}: documents would be "
+                "lost or repeated; bring the files back, or start this dataset under another name"
+            )
+        return listing
+
+    def _interval(self, listing: Listing, whole: bool) -> tuple[int, int]:
+        shard, num_shards = (0, 1) if whole else self._part
+        total = listing.starts[-1]
+        return shard * total // num_shards, (shard + 1) * total // num_shards
+
+    def _owned(self, file: formats.ShardFile, start: int, low: int, high: int, key: tuple[str, int]) -> np.ndarray:
+        """Gives the blocks that overlap the interval: groups in a random order, in a group as they lie."""
+        first = max(0, int(np.searchsorted(file.spans, low - start, "right")) - 1)
+        last = min(len(file.groups), int(np.searchsorted(file.spans, high - start, "left")))
+        groups = file.groups[first:last]
+        if not len(groups):
+            return groups
+        rank = np.argsort(permutation(derive_key(*self._key, *key), int(groups[-1] - groups[0]) + 1))
+        return first + np.argsort(rank[groups - groups[0]], kind="stable")
+
+    def _empty(self, at: _Cursor, num_files: int, num_blocks: int, listing: Listing) -> _Block:
+        share = 1 / max(1, num_files)
+        passes = at.epoch + share * at.file + share / max(1, num_blocks) * at.block
+        none = np.empty(0, np.int32)
+        return _Block(
+            none, [], [], [], "", 0, 0, num_blocks, num_files, passes, share / max(1, num_blocks), str(listing), 0, 0
+        )
+
+
+def _open(listing: Listing, item: Object, column: str, format: str | None) -> formats.ShardFile:
+    return formats.opener(item.key, format)(listing, item, column)
+
+
+def _own_rows(num_rows: int, begin: int, end: int, low: int, high: int) -> tuple[int, int]:
+    """Gives the rows whose place in the bytes, begin + (end - begin) * row // num_rows, lies in [low, high)."""
+    size = end - begin
+    first, last = (-(-(edge - begin) * num_rows // size) for edge in (low, high))
+    return min(max(first, 0), num_rows), min(max(last, 0), num_rows)

@@ -1,0 +1,130 @@
+"""Sharder: the logical shards that a rank owns, visited so that the global stream is the same at any world size."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from ibm_nodes.state import SHARDS_KEY, State, check_keys, check_settings
+from ibm_nodes.storage import ListingSession
+
+T = TypeVar("T")
+
+NUM_AHEAD = 16
+"""Graphs that are reset before their turn, so that their first reads run side by side."""
+
+
+class Sharder(BaseNode[T]):
+    """Yields the items of the global stream that belong to a rank.
+
+    The stream is cut into ``num_shards`` logical shards, each with its own complete graph. Item g of the stream is the
+    next item of logical shard g % num_shards, and belongs to the rank g % world_size. So the ranks' next items are
+    together the same at any world size, and the states of all ranks, merged with ``ibm_nodes.state.merge``, can be loaded
+    at any other. Load a state at position G, and a rank goes on with the smallest g >= G that belongs to it.
+
+    A shard that has ended is passed over, or, with ``filler``, goes on with it. The end is when all shards of the rank
+    have ended. Nothing is built, listed or read before the first item.
+
+    Args:
+        graph: function of (shard, num_shards) that builds the graph of one logical shard.
+        num_shards: number of logical shards, fixed for the life of a run; a multiple of every world size to be used.
+        rank: number of this data-parallel rank.
+        world_size: number of data-parallel ranks.
+        filler: item that a shard which has ended yields at its turns; None passes it over.
+
+    Raises:
+        ValueError: if world_size does not divide num_shards, or rank is not below world_size.
+    """
+
+    POSITION_KEY = "position"
+    NUM_SHARDS_KEY = "num_shards"
+
+    def __init__(
+        self,
+        graph: Callable[[int, int], BaseNode[T]],
+        *,
+        num_shards: int,
+        rank: int,
+        world_size: int,
+        filler: T | None = None,
+    ) -> None:
+        super().__init__()
+        if num_shards < 1 or world_size < 1:
+            raise ValueError(f"num_shards and world_size must be at least 1, got {num_shards} and {world_size}")
+        if num_shards % world_size:
+            smaller = next(size for size in range(min(world_size, num_shards), 0, -1) if num_shards % size == 0)
+            raise ValueError(
+                f"world_size must divide num_shards={num_shards}, got {world_size}: the next smaller one that does is {smaller}"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
+        self.graph = graph
+        self.num_shards = num_shards
+        self.rank = rank
+        self.world_size = world_size
+        self.filler = filler
+
+    def reset(self, initial_state: State | None = None) -> None:
+        super().reset(initial_state)
+        self._graphs: dict[int, BaseNode[T]] = {}
+        self._moved: set[int] = set()
+        self._listings = ListingSession()
+        owned = range(self.rank, self.num_shards, self.world_size)
+        if initial_state is None:
+            position, saved = 0, {}
+        else:
+            check_keys(self, initial_state, (self.POSITION_KEY, self.NUM_SHARDS_KEY, SHARDS_KEY))
+            check_settings(self, initial_state, num_shards=self.num_shards)
+            position, saved = initial_state[self.POSITION_KEY], initial_state[SHARDS_KEY]
+            if missing := [shard for shard in owned if shard not in saved]:
+                raise ValueError(
+                    f"the state lacks the logical shards {missing[:8]} that rank {self.rank} of {self.world_size} owns: "
+                    "load the states of all ranks, merged"
+                )
+        self._position = position
+        self._states: dict[int, Any] = {shard: saved.get(shard) for shard in owned}
+        self._ended: set[int] = set()
+
+    def next(self) -> T:
+        turn = self._position + (self.rank - self._position) % self.world_size
+        while len(self._ended) < len(self._states):
+            shard = turn % self.num_shards
+            turn += self.world_size
+            if shard in self._ended:
+                if self.filler is None:
+                    continue
+                item = self.filler
+            else:
+                self._prepare(shard)
+                self._moved.add(shard)
+                try:
+                    item = next(self._graphs[shard])
+                except StopIteration:
+                    self._ended.add(shard)
+                    turn -= self.world_size
+                    continue
+            self._position = turn - (self.rank - self._position) % self.world_size
+            return item
+        raise StopIteration
+
+    def get_state(self) -> State:
+        for shard in self._moved:
+            self._states[shard] = self._graphs[shard].state_dict()
+        self._moved.clear()
+        return {
+            self.POSITION_KEY: self._position,
+            self.NUM_SHARDS_KEY: self.num_shards,
+            SHARDS_KEY: dict(self._states),
+        }
+
+    def _prepare(self, shard: int) -> None:
+        """Builds and resets the graphs of a shard and of the shards that come after it."""
+        if len(self._graphs) == len(self._states):
+            return
+        for visit in range(min(NUM_AHEAD, len(self._states))):
+            ahead = (shard + visit * self.world_size) % self.num_shards
+            if ahead not in self._graphs:
+                graph = self.graph(ahead, self.num_shards)
+                with self._listings:
+                    graph.reset(self._states[ahead])
+                self._graphs[ahead] = graph

@@ -1,0 +1,84 @@
+"""Shuffler: yields a random item of a full buffer."""
+
+from typing import Any, TypeVar
+
+from torchdata.nodes import BaseNode
+
+from ibm_nodes.items import freeze, thaw
+from ibm_nodes.permutation import Seed, check_seed, derive_key, random_index
+from ibm_nodes.state import State, check_keys, check_settings
+
+T = TypeVar("T")
+
+
+class Shuffler(BaseNode[T]):
+    """Yields the source's items in a random order, each from a buffer that is full until the source ends.
+
+    When the source ends, the rest of the buffer follows, in random order too. The buffer is part of the state.
+
+    Args:
+        source: node of items that ``ibm_nodes.items.freeze`` can save: samples, documents, dicts, arrays, tensors.
+        buffer_size: number of items to choose from; 1 keeps the order.
+        seed: an int or a tuple of ints; give each logical shard its own, as in ``seed=(0, shard)``.
+
+    Raises:
+        ValueError: if buffer_size is below 1.
+    """
+
+    SEED_KEY = "seed"
+    SIZE_KEY = "buffer_size"
+    DRAWN_KEY = "drawn"
+    BUFFER_KEY = "buffer"
+    SOURCE_KEY = "source"
+
+    def __init__(self, source: BaseNode[T], *, buffer_size: int, seed: Seed) -> None:
+        super().__init__()
+        if buffer_size < 1:
+            raise ValueError(f"buffer_size must be at least 1, got {buffer_size}")
+        self.source = source
+        self.buffer_size = buffer_size
+        self.seed = check_seed(seed)
+        self._key = derive_key("Shuffler", self.seed)
+
+    def reset(self, initial_state: State | None = None) -> None:
+        super().reset(initial_state)
+        # Each entry is [item, its plain form or None]: an item is turned into plain data once, when a state needs it.
+        self._buffer: list[list[Any]] = []
+        self._drawn = 0
+        if initial_state is None:
+            self.source.reset(None)
+            return
+        check_keys(
+            self, initial_state, (self.SEED_KEY, self.SIZE_KEY, self.DRAWN_KEY, self.BUFFER_KEY, self.SOURCE_KEY)
+        )
+        check_settings(self, initial_state, seed=self.seed, buffer_size=self.buffer_size)
+        self._buffer = [[thaw(data), data] for data in initial_state[self.BUFFER_KEY]]
+        self._drawn = initial_state[self.DRAWN_KEY]
+        self.source.reset(initial_state[self.SOURCE_KEY])
+
+    def next(self) -> T:
+        buffer = self._buffer
+        while len(buffer) < self.buffer_size:
+            try:
+                buffer.append([next(self.source), None])
+            except StopIteration:
+                break
+        if not buffer:
+            raise StopIteration
+        index = random_index(self._key, self._drawn, len(buffer))
+        self._drawn += 1
+        buffer[index], buffer[-1] = buffer[-1], buffer[index]
+        item: T = buffer.pop()[0]
+        return item
+
+    def get_state(self) -> State:
+        for entry in self._buffer:
+            if entry[1] is None:
+                entry[1] = freeze(entry[0])
+        return {
+            self.SEED_KEY: self.seed,
+            self.SIZE_KEY: self.buffer_size,
+            self.DRAWN_KEY: self._drawn,
+            self.BUFFER_KEY: [entry[1] for entry in self._buffer],
+            self.SOURCE_KEY: self.source.state_dict(),
+        }

@@ -1,0 +1,1 @@
+"""Recipes: functions that assemble nodes into a loader, and what they need to show themselves."""
