@@ -8,13 +8,17 @@ from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
 from ibm_nodes.prefetcher import Prefetcher
 from ibm_nodes.reader import Reader
+from ibm_nodes.recipe import list_recipes, load_recipe
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.shuffler import Shuffler
+from ibm_nodes.stats import stats
+from ibm_nodes.storage import Listing
 
 __all__ = [
     "Batcher",
     "CausalLMCollator",
     "Document",
+    "Listing",
     "Loader",
     "Mixer",
     "Packer",
@@ -25,4 +29,7 @@ __all__ = [
     "Sharder",
     "Shuffler",
     "list_dataset",
+    "list_recipes",
+    "load_recipe",
+    "stats",
 ]

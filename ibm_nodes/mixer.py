@@ -45,6 +45,7 @@ class Mixer(BaseNode[T]):
     TOKENS_KEY = "tokens"
     DOCUMENTS_KEY = "documents"
     ENDED_KEY = "ended"
+    WEIGHTS_KEY = "weights"
     SOURCES_KEY = "sources"
 
     def __init__(self, sources: Mapping[str, BaseNode[T]], *, weights: Mapping[str, float], seed: Seed = 0) -> None:
@@ -60,13 +61,9 @@ class Mixer(BaseNode[T]):
         counters = (self.CREDITS_KEY, self.TOKENS_KEY, self.DOCUMENTS_KEY)
         state = initial_state
         if state is None:
-            state = {
-                self.SEED_KEY: self.seed,
-                self.ENDED_KEY: [],
-                self.SOURCES_KEY: {},
-                **{key: {} for key in counters},
-            }
-        check_keys(self, state, (self.SEED_KEY, self.ENDED_KEY, self.SOURCES_KEY, *counters))
+            state = {self.SEED_KEY: self.seed, self.ENDED_KEY: [], self.WEIGHTS_KEY: {}, self.SOURCES_KEY: {}}
+            state |= {key: {} for key in counters}
+        check_keys(self, state, (self.SEED_KEY, self.ENDED_KEY, self.WEIGHTS_KEY, self.SOURCES_KEY, *counters))
         check_settings(self, state, seed=self.seed)
         self._credits, self._tokens, self._documents = (dict(state[key]) for key in counters)
         self._ended = list(state[self.ENDED_KEY])
@@ -103,6 +100,7 @@ class Mixer(BaseNode[T]):
             self.TOKENS_KEY: dict(self._tokens),
             self.DOCUMENTS_KEY: dict(self._documents),
             self.ENDED_KEY: list(self._ended),
+            self.WEIGHTS_KEY: self.weights,
             self.SOURCES_KEY: {**self._parked, **{name: place.get_state() for name, place in self._places.items()}},
         }
 

@@ -120,7 +120,7 @@ class Reader(BaseNode[Document]):
                 self._row = row + 1
                 if row == block.ask_at:
                     self._ask()
-                tokens = block.tokens[block.begins[row] : block.ends[row]]
+                tokens = block.lists.values[block.begins[row] : block.ends[row]]
                 return Document(tokens, block.url, block.rows[row], self.name, self._at.epoch)
             self._finish(block)
 
@@ -223,7 +223,7 @@ class _Cursor(NamedTuple):
 class _Block(NamedTuple):
     """The non-empty rows of a block that a shard owns, in the order in which they are handed out."""
 
-    tokens: np.ndarray
+    lists: formats.Lists
     begins: list[int]
     ends: list[int]
     rows: list[int]
@@ -266,30 +266,32 @@ class _Blocks:
         if at.block >= len(blocks):
             return self._empty(at, num_files, len(blocks), listing)
         number = int(blocks[at.block])
+        lists = listing.block(
+            (index, number, self._column, self._format, self._vocab_size), partial(self._read, file, number, item)
+        )
+        span = start + int(file.spans[number]), start + int(file.spans[number + 1])
+        first_row, last_row = _own_rows(len(lists.rows), *span, low, high)
+        key = derive_key(*self._key, item.key, number, at.epoch)
+        order = permutation(key, last_row - first_row) + first_row
+        order = order[lists.begins[order] < lists.ends[order]]
+        return self._empty(at, num_files, len(blocks), listing)._replace(
+            lists=lists,
+            begins=lists.begins[order].tolist(),
+            ends=lists.ends[order].tolist(),
+            rows=lists.rows[order].tolist(),
+            url=item.url,
+            num_rows=len(order),
+            num_empty=last_row - first_row - len(order),
+            ask_at=len(order) // 2,
+            size=file.size(number),
+        )
+
+    def _read(self, file: formats.ShardFile, number: int, item: Object) -> formats.Lists:
         try:
-            lists = file.read(number)
-            span = start + int(file.spans[number]), start + int(file.spans[number + 1])
-            own = slice(*_own_rows(len(lists.rows), *span, low, high))
-            order = permutation(derive_key(*self._key, item.key, number, at.epoch), own.stop - own.start) + own.start
-            begins, ends = lists.begins[order], lists.ends[order]
-            full = begins < ends
-            tokens = check_ids(lists.values, lists, self._vocab_size)
+            return check_ids(file.read(number), self._vocab_size)
         except (ValueError, OSError, pa.ArrowException) as error:
             error.add_note(f"in block {number} of {item.url}")
             raise
-        empty = self._empty(at, num_files, len(blocks), listing)
-        num_rows = int(full.sum())
-        return empty._replace(
-            tokens=tokens,
-            begins=begins[full].tolist(),
-            ends=ends[full].tolist(),
-            rows=lists.rows[order][full].tolist(),
-            url=item.url,
-            num_rows=num_rows,
-            num_empty=len(order) - num_rows,
-            ask_at=num_rows // 2,
-            size=file.size(number),
-        )
 
     def _listing(self) -> Listing:
         listing = self._given or self._session.listing(self._url, self._options, formats.suffixes(self._format))
@@ -318,9 +320,22 @@ class _Blocks:
     def _empty(self, at: _Cursor, num_files: int, num_blocks: int, listing: Listing) -> _Block:
         share = 1 / max(1, num_files)
         passes = at.epoch + share * at.file + share / max(1, num_blocks) * at.block
-        none = np.empty(0, np.int32)
+        none = np.empty(0, np.int64)
         return _Block(
-            none, [], [], [], "", 0, 0, num_blocks, num_files, passes, share / max(1, num_blocks), str(listing), 0, 0
+            formats.Lists(none, none, none, none),
+            [],
+            [],
+            [],
+            "",
+            0,
+            0,
+            num_blocks,
+            num_files,
+            passes,
+            share / max(1, num_blocks),
+            str(listing),
+            0,
+            0,
         )
 
 

@@ -1,4 +1,4 @@
-"""Object storage: lists prefixes, and reads ranges of the objects that were listed. The only module that knows fsspec."""
+"""Object storage: lists prefixes, reads ranges of what was listed, writes objects. The only module that knows fsspec."""
 
 import asyncio
 import contextvars
@@ -8,47 +8,23 @@ import os
 import posixpath
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from ibm_nodes import s3
+from ibm_nodes.once import Once
 from ibm_nodes.read_ahead import POLL_SECONDS, check_stopped, counters
 
 T = TypeVar("T")
 Options = Mapping[str, Any] | None
 
 CACHED_FILES = 512
+CACHED_BLOCKS = 4096
 NUM_TRIES = 4
-
-
-class _Once(Generic[T]):
-    """Makes each value once, also when many threads ask for it together; keeps the ``size`` used last."""
-
-    def __init__(self, size: int | None) -> None:
-        self._size = size
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[Any, list[Any]] = OrderedDict()
-
-    def get(self, key: Any, make: Callable[[], T]) -> T:
-        with self._lock:
-            entry = self._entries.setdefault(key, [threading.Lock()])
-            self._entries.move_to_end(key)
-            if self._size is not None and len(self._entries) > self._size:
-                self._entries.popitem(last=False)
-        while not entry[0].acquire(timeout=POLL_SECONDS):
-            check_stopped()
-        try:
-            if len(entry) == 1:
-                entry.append(make())
-            value: T = entry[1]
-            return value
-        finally:
-            entry[0].release()
 
 
 class Object(NamedTuple):
@@ -87,7 +63,8 @@ class Listing:
         text = "\n".join(f"{item.key}\0{item.size}" for item in self.objects)
         self.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         self.storage_options = storage_options
-        self._files: _Once[Any] = _Once(CACHED_FILES)
+        self._files: Once[Any] = Once(CACHED_FILES)
+        self._blocks: Once[Any] = Once(CACHED_BLOCKS, weak=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Listing, (self.url, self.objects, self.storage_options)
@@ -99,6 +76,11 @@ class Listing:
         """Gives what ``make`` opens, once for all who ask with the same key."""
         opened: T = self._files.get(key, make)
         return opened
+
+    def block(self, key: Any, make: Callable[[], T]) -> T:
+        """Gives what ``make`` reads, once for all who hold it at the same time."""
+        block: T = self._blocks.get(key, make)
+        return block
 
     def read(self, item: Object, start: int, end: int) -> bytes | bytearray:
         """Reads bytes [start, end) of an object, as it was listed.
@@ -113,7 +95,7 @@ class ListingSession:
     """Within it, readers of the same prefix share one listing: ``with session: reader.reset(state)``."""
 
     def __init__(self) -> None:
-        self._listings: _Once[Listing] = _Once(None)
+        self._listings: Once[Listing] = Once(None)
         self._tokens: list[contextvars.Token[ListingSession | None]] = []
 
     def __enter__(self) -> "ListingSession":
@@ -140,8 +122,8 @@ def current_session() -> ListingSession:
 def list_objects(url: str, storage_options: Options = None, suffixes: tuple[str, ...] = ("",)) -> Listing:
     """Lists a prefix afresh, in one go.
 
-    Left out: empty objects, and below the prefix names that begin with ``_`` or ``.`` and endings not in ``suffixes``. A URL
-    of one object is always read.
+    Left out: empty objects, and below the prefix names that begin with ``_`` or ``.`` and endings not in ``suffixes``. A
+    URL of one object is always read.
 
     Raises:
         FileNotFoundError: if there is nothing to read.
@@ -183,6 +165,33 @@ def read(item: Object, start: int, end: int, storage_options: Options = None) ->
         counters.requests += 1
         counters.bytes += end - start
         counters.store_seconds += time.perf_counter() - began
+
+
+def write(url: str, data: bytes, storage_options: Options = None) -> None:
+    """Writes an object whole or not at all: one PUT, or a temporary file, fsync and rename."""
+    fs, path = _filesystem(url, storage_options)
+    if not isinstance(fs, LocalFileSystem):
+        _retried(lambda: fs.pipe_file(path, data), url)
+        return
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def find(url: str, storage_options: Options = None) -> list[Object]:
+    """Lists every object under a prefix, as it is now; nothing there is an empty list."""
+    fs, root = _filesystem(url, storage_options)
+    try:
+        found = _retried(lambda: fs.find(root, detail=True), url)
+    except FileNotFoundError:
+        return []
+    base = url.rstrip("/")
+    keys = {path[len(root) :].lstrip("/"): info for path, info in found.items()}
+    return [Object(f"{base}/{key}", key, int(info["size"]), _version(info)) for key, info in sorted(keys.items())]
 
 
 def _read_local(path: str, start: int, end: int, version: str | None) -> bytes:
@@ -256,7 +265,7 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 
 def _retried(call: Callable[[], T], url: str) -> T:
-    """Calls fsspec, again where that may help, and turns what escapes from the clients below it into built-in errors."""
+    """Calls fsspec, again where that may help; what escapes from the clients below it becomes a built-in error."""
     delay = s3.FIRST_DELAY_SECONDS
     for attempt in itertools.count(1):
         check_stopped()

@@ -5,6 +5,7 @@ give the offsets away.
 """
 
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -75,7 +76,7 @@ class ArrowFile:
             parts.append(to_lists(batch.column(index), self._column, number * ROWS_PER_BATCH))
         lists = join(parts)
         if lists.values.nbytes * 2 < data.size:  # the rest of the block is other columns: let go of it
-            lists = lists._replace(values=lists.values.copy())
+            lists = replace(lists, values=lists.values.copy())
         return lists
 
     def _with_dictionaries(self, data: pa.Buffer) -> pa.ipc.RecordBatchStreamReader:

@@ -1,6 +1,6 @@
 """Lists: rows of integers, taken out of Arrow arrays whatever their layout."""
 
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -10,7 +10,8 @@ LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_l
 VIEW_TYPES = (pa.types.is_list_view, pa.types.is_large_list_view)
 
 
-class Lists(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Lists:
     """Rows of integers: number i is ``values[begins[i]:ends[i]]``, empty where it was null.
 
     ``rows`` says where each stands in its file: its row, or, in a format that does not count rows ahead of reading,
@@ -98,20 +99,25 @@ def join(parts: list[Lists]) -> Lists:
     )
 
 
-def check_ids(values: np.ndarray, lists: Lists, vocab_size: int | None) -> np.ndarray:
-    """Checks token ids, and gives them in the narrowest signed or 16-bit type that needs no copy or half the memory.
+def check_ids(lists: Lists, vocab_size: int | None) -> Lists:
+    """Checks token ids, and gives them as uint8, uint16, int32, or int64 where one needs it.
 
     Raises:
         ValueError: naming the id and its row, if it is negative, not below vocab_size, or above 2**63 - 1.
     """
     limit = (1 << 63) if vocab_size is None else vocab_size
-    if not len(lists.rows):
-        return np.empty(0, np.int32)
-    used = values[int(lists.begins.min()) : max(int(lists.ends.max()), int(lists.begins.min()))]
-    top = int(used.max()) if len(used) else 0
-    if len(used) and (int(used.min()) < 0 or top >= limit):
-        _check_each(values, lists, limit)
-        top = limit - 1  # what was out of range belongs to no row
+    values, top = lists.values, 0
+    if len(lists.rows):
+        begin, end = int(lists.begins.min()), int(lists.ends.max())
+        if begin < end:
+            top = int(values[begin:end].max())
+            if top >= limit or int(values[begin:end].min()) < 0:
+                _check_each(lists, limit)
+                top = limit - 1  # what is out of range belongs to no row
+    return replace(lists, values=_narrow(values, top))
+
+
+def _narrow(values: np.ndarray, top: int) -> np.ndarray:
     if values.dtype.itemsize <= np.dtype(np.uint16).itemsize:
         return values.view(f"u{values.dtype.itemsize}")
     if top >= 1 << 31:
@@ -119,9 +125,9 @@ def check_ids(values: np.ndarray, lists: Lists, vocab_size: int | None) -> np.nd
     return values.view(np.int32) if values.dtype.itemsize == np.dtype(np.int32).itemsize else values.astype(np.int32)
 
 
-def _check_each(values: np.ndarray, lists: Lists, limit: int) -> None:
+def _check_each(lists: Lists, limit: int) -> None:
     for begin, end, row in zip(lists.begins.tolist(), lists.ends.tolist(), lists.rows.tolist(), strict=True):
-        tokens = values[begin:end]
+        tokens = lists.values[begin:end]
         if not len(tokens):
             continue
         for token in (int(tokens.min()), int(tokens.max())):

@@ -1,0 +1,72 @@
+"""What a loader has handed out, and what it waited for."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchdata.nodes import Loader
+
+from ibm_nodes.read_ahead import counters
+from ibm_nodes.state import SHARDS_KEY, State
+
+
+def stats(loader: Loader[Any]) -> dict[str, Any]:
+    """Gives what the loader has handed out on this rank since the run began, as plain numbers.
+
+    Returns:
+        A dict of ``position`` (samples handed out on all ranks), ``waited_seconds`` (of the consumer, for the loader),
+        ``store`` (of the whole process: requests, bytes, seconds in requests, seconds that nodes waited for blocks) and
+        ``datasets``: for each name tokens and documents drawn, ``share`` of all tokens, ``weight``, ``passes`` over the
+        data, and ``skipped``, documents without tokens. Tokens that wait in buffers count as drawn.
+    """
+    state = loader.state_dict()
+    shards = [shard for shard in state.get(SHARDS_KEY, {0: state}).values() if shard is not None]
+    return {
+        "position": state.get("position"),
+        "waited_seconds": sum(getattr(node, "waited_seconds", 0.0) for node in _chain(loader.root)),
+        "store": {
+            "requests": counters.requests,
+            "bytes": counters.bytes,
+            "seconds": counters.store_seconds,
+            "waited_seconds": counters.waited_seconds,
+        },
+        "datasets": _datasets(shards, state.get("num_shards", 1), len(state.get(SHARDS_KEY, [0]))),
+    }
+
+
+def _datasets(shards: list[State], num_shards: int, num_owned: int) -> dict[str, dict[str, float]]:
+    datasets: dict[str, dict[str, float]] = {}
+    for mixer in (found for shard in shards for found in _find(shard, "credits")):
+        total = sum(mixer["weights"].values()) or 1
+        for name, tokens in mixer["tokens"].items():
+            entry = datasets.setdefault(
+                name, dict.fromkeys(("tokens", "documents", "share", "weight", "passes", "skipped"), 0)
+            )
+            entry["tokens"] += tokens
+            entry["documents"] += mixer["documents"][name]
+            entry["weight"] = mixer["weights"].get(name, 0) / total
+    for reader in (found for shard in shards for found in _find(shard, "passes")):
+        entry = datasets.setdefault(reader["settings"]["name"], {"passes": 0, "skipped": 0})
+        entry["passes"] += reader["passes"] * (num_shards if reader["whole"] else 1) / num_owned
+        entry["skipped"] += reader["skipped"]
+    drawn = sum(entry.get("tokens", 0) for entry in datasets.values())
+    for entry in datasets.values():
+        if drawn and "tokens" in entry:
+            entry["share"] = entry["tokens"] / drawn
+    return datasets
+
+
+def _find(state: Any, key: str) -> Iterator[State]:
+    """Gives the states, at any depth, that have a key."""
+    if isinstance(state, dict):
+        if key in state:
+            yield state
+        state = list(state.values())
+    if isinstance(state, list | tuple):
+        for value in state:
+            yield from _find(value, key)
+
+
+def _chain(node: Any) -> Iterator[Any]:
+    while node is not None:
+        yield node
+        node = getattr(node, "source", None)

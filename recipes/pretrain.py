@@ -1,0 +1,201 @@
+"""The recipe for pretraining: a weighted mix of tokenized datasets, packed and shuffled."""
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torchdata.nodes import BaseNode
+
+from ibm_nodes import (
+    Batcher,
+    CausalLMCollator,
+    Listing,
+    Loader,
+    Mixer,
+    Packer,
+    Prefetcher,
+    Reader,
+    Sample,
+    Sharder,
+    Shuffler,
+    list_dataset,
+)
+from ibm_nodes.recipes.distributed import check_agreement, data_parallel, from_rank_zero
+
+logger = logging.getLogger(__name__)
+
+MIN_SHARDS = 256
+BLOCK_BYTES = 2 << 20
+"""About what the present block of one dataset takes in one logical shard."""
+MEMORY_SHARE = 0.25
+"""Share of the machine's memory above which a warning says so."""
+
+
+def pretrain(
+    datasets: Mapping[str, str],
+    *,
+    weights: Mapping[str, float],
+    seq_len: int,
+    eos_id: int,
+    global_batch_size: int,
+    micro_batch_size: int | None = None,
+    bos_id: int | None = None,
+    vocab_size: int | None = None,
+    num_shards: int | None = None,
+    seed: int = 0,
+    column: str = "tokens",
+    buffer_size: int = 16,
+    prefetch_factor: int = 4,
+    shift_labels: bool = False,
+    pin_memory: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    mesh: DeviceMesh | None = None,
+) -> Loader[Any]:
+    """Streams a weighted mix of tokenized datasets as packed, shuffled batches, the same at every world size.
+
+    The datasets are listed here, by rank 0 where torch.distributed is up; nothing else is read before the first batch. Batches
+    are ``{"input_ids", "labels"}``, int64 of shape [batch, seq_len], and go on for ever.
+
+    Args:
+        datasets: prefix of Arrow or Parquet files by name; the order of data depends on the names, not on the prefixes.
+        weights: share of tokens by name; any sum.
+        seq_len: tokens in a sample.
+        eos_id: id that closes a document.
+        global_batch_size: samples in an optimizer step, on all data-parallel ranks together.
+        micro_batch_size: samples in a batch of this rank; a step is then global_batch_size / (world_size x
+            micro_batch_size) batches. None makes a step one batch.
+        bos_id: id that opens a document, or None.
+        vocab_size: ids must be below it, if it is given.
+        num_shards: number of logical shards, fixed for the life of the run; None takes the smallest multiple of
+            global_batch_size that is at least 256, so that every world size which divides the batch works.
+        seed: of the order of documents, the mix and the shuffle.
+        column: the column of token ids.
+        buffer_size: samples that each logical shard chooses from.
+        prefetch_factor: batches that are ready ahead of the consumer.
+        shift_labels: False for models that shift inside, as Hugging Face's do; True: the label is the next token.
+        pin_memory: page-locked batches; None where CUDA is available.
+        storage_options: fsspec's options for the store: key, secret, endpoint_url, anon, profile ...
+        rank: data-parallel rank; else from the mesh, torch.distributed, torchrun, or 0.
+        world_size: number of data-parallel ranks; else as rank.
+        mesh: device mesh whose dimensions have names; members of a tensor-parallel group get equal batches.
+
+    Raises:
+        ValueError: if something does not divide or is out of range.
+        FileNotFoundError, PermissionError, ConnectionError: if a dataset cannot be listed.
+    """
+    rank, world_size = data_parallel(rank, world_size, mesh)
+    batch_size = _batch_size(global_batch_size, micro_batch_size, world_size)
+    if num_shards is None:
+        num_shards = -(-MIN_SHARDS // global_batch_size) * global_batch_size
+    listings = from_rank_zero(functools.partial(_list_all, datasets, storage_options))
+    graph = functools.partial(
+        pretrain_graph,
+        listings=listings,
+        weights=weights,
+        seq_len=seq_len,
+        eos_id=eos_id,
+        bos_id=bos_id,
+        vocab_size=vocab_size,
+        seed=seed,
+        column=column,
+        buffer_size=buffer_size,
+    )
+    graph(0, num_shards)  # checks the arguments of all nodes; touches no data
+    settings = {"datasets": {name: listing.digest for name, listing in listings.items()}, "weights": dict(weights)}
+    settings |= {key: value for key, value in graph.keywords.items() if key not in ("listings", "weights")}
+    check_agreement(
+        settings | {"num_shards": num_shards, "global_batch_size": global_batch_size, "world_size": world_size}
+    )
+    _warn_of_memory(listings, num_shards, world_size, global_batch_size, seq_len * buffer_size)
+    node: BaseNode[Any] = Sharder(graph, num_shards=num_shards, rank=rank, world_size=world_size)
+    node = Batcher(node, batch_size=batch_size, collate=CausalLMCollator(shift_labels=shift_labels))
+    return Loader(Prefetcher(node, prefetch_factor=prefetch_factor, pin_memory=pin_memory))
+
+
+def pretrain_graph(
+    shard: int,
+    num_shards: int,
+    *,
+    listings: Mapping[str, Listing],
+    weights: Mapping[str, float],
+    seq_len: int,
+    eos_id: int,
+    bos_id: int | None,
+    vocab_size: int | None,
+    seed: int,
+    column: str,
+    buffer_size: int,
+) -> BaseNode[Sample]:
+    """Builds the graph of one logical shard."""
+    sources = {
+        name: Reader(
+            listing.url,
+            name=name,
+            shard=shard,
+            num_shards=num_shards,
+            seed=seed,
+            column=column,
+            vocab_size=vocab_size,
+            listing=listing,
+        )
+        for name, listing in listings.items()
+    }
+    mixer = Mixer(sources, weights=weights, seed=(seed, shard))
+    packer = Packer(mixer, seq_len=seq_len, eos_id=eos_id, bos_id=bos_id)
+    return Shuffler(packer, buffer_size=buffer_size, seed=(seed, shard))
+
+
+def _list_all(datasets: Mapping[str, str], storage_options: Mapping[str, Any] | None) -> dict[str, Listing]:
+    if not datasets:
+        raise ValueError("datasets must not be empty")
+    return {name: list_dataset(url, storage_options=storage_options) for name, url in datasets.items()}
+
+
+def _batch_size(global_batch_size: int, micro_batch_size: int | None, world_size: int) -> int:
+    if global_batch_size < 1 or (micro_batch_size is not None and micro_batch_size < 1):
+        raise ValueError(
+            f"global_batch_size and micro_batch_size must be at least 1, got {global_batch_size} and {micro_batch_size}"
+        )
+    unit = world_size * (micro_batch_size or 1)
+    if global_batch_size % unit:
+        what = "world_size" if micro_batch_size is None else "world_size x micro_batch_size"
+        near = max(unit, global_batch_size // unit * unit)
+        raise ValueError(
+            f"global_batch_size must be a multiple of {what} = {unit}, got {global_batch_size}: {near} would be the nearest "
+            "below, or change the number of ranks"
+        )
+    return micro_batch_size or global_batch_size // world_size
+
+
+def memory_bytes(listings: Mapping[str, Listing], num_owned: int, buffered_tokens: int) -> int:
+    """Estimates what a rank with ``num_owned`` logical shards keeps in memory: a block a dataset, and the buffers."""
+    blocks = sum(min(BLOCK_BYTES, listing.starts[-1]) for listing in listings.values())
+    return num_owned * (blocks + buffered_tokens * 6)
+
+
+def _warn_of_memory(
+    listings: Mapping[str, Listing], num_shards: int, world_size: int, global_batch_size: int, buffered_tokens: int
+) -> None:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = int(machine * MEMORY_SHARE) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    needed = memory_bytes(listings, num_shards // world_size, buffered_tokens)
+    if needed > limit:
+        fits = (
+            limit
+            // max(1, memory_bytes(listings, 1, buffered_tokens))
+            * world_size
+            // global_batch_size
+            * global_batch_size
+        )
+        logger.warning(
+            "num_shards=%d takes about %d MiB on each of %d ranks, more than a quarter of the memory: %s",
+            num_shards,
+            needed >> 20,
+            world_size,
+            f"num_shards={fits} would fit" if fits else "use more ranks or a smaller buffer_size",
+        )
