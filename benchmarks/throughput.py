@@ -2,8 +2,8 @@
 
     python benchmarks/throughput.py [--tokens 200_000_000] [--num-shards 64] [--seconds 10]
 
-Prints a table and JSON lines. The floor of comparison is one thread of numpy that reads the same Arrow files, packs their
-documents end to end with EOS and makes int64 batches; ratios to it, in one run, are what counts.
+Prints a table and JSON lines. The floor of comparison is one thread of numpy that reads the same Arrow files, packs
+their documents end to end with EOS and makes int64 batches; ratios to it, in one run, are what counts.
 """
 
 import argparse

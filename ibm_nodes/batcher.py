@@ -91,8 +91,8 @@ class CausalLMCollator:
         shift_labels: False: labels are the input ids, for models that shift inside (Hugging Face's do, and need this).
             True: the label of each position is the next token, and that of the last one -100, for models that compare
             their output with the labels position by position.
-        pad_id: id that fills a sample which is shorter than the longest of its batch, as the last one of finite data may
-            be; its label is -100.
+        pad_id: id that fills a sample which is shorter than the longest of its batch, as the last one of finite data
+            may be; its label is -100.
     """
 
     def __init__(self, *, shift_labels: bool, pad_id: int = 0) -> None:
@@ -113,7 +113,7 @@ class CausalLMCollator:
             labels[:, :-1] = input_ids[:, 1:]
         else:
             labels = input_ids.clone()
-        for row, length in enumerate(lengths):
+        for label, length in zip(labels, lengths, strict=True):
             if length < width:
-                labels[row, length - self.shift_labels :] = IGNORE_INDEX
+                label[length - self.shift_labels :] = IGNORE_INDEX
         return {"input_ids": input_ids, "labels": labels}

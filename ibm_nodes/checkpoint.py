@@ -39,8 +39,8 @@ _in_flight: "weakref.WeakKeyDictionary[Loader[Any], Future[None]]" = weakref.Wea
 def save(loader: Loader[Any], url: str, *, step: int, storage_options: Options = None) -> "Future[None]":
     """Saves the loader's state after the last batch handed out, and returns at once.
 
-    The state is taken here; it is written in the background, as one object of this rank. No rank waits for another. A save
-    waits for the one before it; an error of that one is raised here, or by ``result()`` of its future.
+    The state is taken here; it is written in the background, as one object of this rank. No rank waits for another.
+    A save waits for the one before it; an error of that one is raised here, or by ``result()`` of its future.
 
     Args:
         loader: a loader with a ``Sharder`` in its graph.

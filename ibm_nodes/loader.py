@@ -14,10 +14,10 @@ T = TypeVar("T")
 class Loader(torchdata.nodes.Loader[T]):
     """Iterates over a node, and goes on where it stands.
 
-    A torchdata ``Loader`` that is safe to save, load, iterate again and close. ``iter()`` goes on where the loader stands;
-    after the end of a pass there is nothing more, also after a load. The state is that of the last item handed out, and
-    nothing is started to take it. ``load_state_dict`` always wins: on a new loader, on a used one, before and after
-    ``state_dict()``. The state is the root node's own; do not write to it.
+    A torchdata ``Loader`` that is safe to save, load, iterate again and close. ``iter()`` goes on where the loader
+    stands; after the end of a pass there is nothing more, also after a load. The state is that of the last item
+    handed out, and nothing is started to take it. ``load_state_dict`` always wins: on a new loader, on a used one,
+    before and after ``state_dict()``. The state is the root node's own; do not write to it.
 
     Args:
         root: the node to iterate over.

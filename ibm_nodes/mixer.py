@@ -28,8 +28,8 @@ class Mixer(BaseNode[T]):
     seed alone, with the lengths of the first documents, so that logical shards do not draw a rare dataset all at once.
 
     Other weights may be given when a state is loaded: they apply from the next draw on, and nothing is repaid. A weight
-    of zero is not drawn and keeps its place. A source that is new begins at its beginning; one that is gone stays in the
-    state and may come back. A source that ends leaves its share to the others; the end is when all have ended.
+    of zero is not drawn and keeps its place. A source that is new begins at its beginning; one that is gone stays in
+    the state and may come back. A source that ends leaves its share to the others; the end is when all have ended.
 
     Args:
         sources: nodes of items with ``tokens``, by name.
@@ -148,7 +148,8 @@ class _Place(Generic[T]):
             return self._ahead.popleft()
         self._pass_over()
         self._before = None
-        return next(self._source)
+        item: T = next(self._source)
+        return item
 
     def probe(self) -> tuple[int, ...]:
         """Gives the lengths of the first documents, which stay to be drawn."""

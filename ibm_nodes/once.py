@@ -14,8 +14,8 @@ T = TypeVar("T")
 class Once(Generic[T]):
     """Gives the value of a key, made at the first call; keeps the ``size`` used last, or all if it is None.
 
-    A call that fails leaves nothing behind: the next one tries again. With ``weak``, a value lives only as long as somebody
-    else holds it.
+    A call that fails leaves nothing behind: the next one tries again. With ``weak``, a value lives only as long as
+    somebody else holds it.
     """
 
     def __init__(self, size: int | None, *, weak: bool = False) -> None:

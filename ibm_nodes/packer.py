@@ -105,7 +105,8 @@ class Packer(BaseNode[Sample]):
     def _cut(self) -> Sample:
         """Takes a sample off the front; what remains is part of one document at most.
 
-        The one copy of the tokens: sample and rest are parts of it, so that neither keeps a block of megabytes in memory.
+        The one copy of the tokens: sample and rest are parts of it, so that neither keeps a block of megabytes in
+        memory.
         """
         pieces, length = self._pieces, self._length
         tokens = pieces[0] if len(pieces) == 1 and self._places[0].offset > 0 else np.concatenate(pieces)

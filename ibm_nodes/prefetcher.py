@@ -28,8 +28,8 @@ class Prefetcher(BaseNode[T]):
     Args:
         source: any node.
         prefetch_factor: how many items may wait.
-        pin_memory: put tensors into page-locked memory, for copies to the GPU that do not block; None does so where CUDA
-            is available. Dicts, lists and tuples are searched for tensors; anything else is passed through.
+        pin_memory: put tensors into page-locked memory, for copies to the GPU that do not block; None does so where
+            CUDA is available. Dicts, lists and tuples are searched for tensors; anything else is passed through.
 
     Attributes:
         waited_seconds: how long the consumer has waited for items since the node was built.
@@ -70,6 +70,7 @@ class Prefetcher(BaseNode[T]):
             # Stops the thread when this node is collected; the thread itself must not refer to the node.
             self._finalizer = weakref.finalize(self, self._worker.stop)
         began = time.perf_counter()
+        item: T
         item, state, error = self._worker.get()
         self.waited_seconds += time.perf_counter() - began
         if error is None:
@@ -126,6 +127,7 @@ class _Worker:
 
 def _fill(source: BaseNode[Any], results: "queue.Queue[Any]", stopped: threading.Event, pin: bool) -> None:
     stop_waiting_when(stopped)
+    result: tuple[Any, State | None, BaseException | None]
     while not stopped.is_set():
         try:
             item = next(source)

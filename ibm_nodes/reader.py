@@ -1,21 +1,18 @@
 """Reader: the documents of one logical shard of one dataset."""
 
-from bisect import bisect_left, bisect_right
 from collections import deque
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
 from torchdata.nodes import BaseNode
 
 from ibm_nodes import formats
-from ibm_nodes.formats.lists import check_ids
+from ibm_nodes.blocks import Block, Blocks, Cursor
 from ibm_nodes.items import Document
-from ibm_nodes.permutation import Seed, check_seed, derive_key, permutation
+from ibm_nodes.permutation import Seed, check_seed
 from ibm_nodes.read_ahead import Task, read_ahead
 from ibm_nodes.state import State, check_keys, check_settings
-from ibm_nodes.storage import Listing, ListingSession, Object, Options, current_session
+from ibm_nodes.storage import Listing, Options, current_session
 
 FIRST_READ_BYTES = 1 << 20
 MAX_DEPTH = 8
@@ -24,10 +21,11 @@ MAX_DEPTH = 8
 class Reader(BaseNode[Document]):
     """Yields the documents of one logical shard of a dataset, each pass in another order.
 
-    The dataset is what lies under a prefix. Logical shard l owns the bytes [l T / L, (l + 1) T / L) of the T bytes listed:
-    blocks that lie inside it, and its part of the rows of blocks that its edges cut, so that every row has exactly one
-    owner. Files, the blocks of a file and the rows of a block are visited in a random order that is a function of (seed,
-    name, shard, epoch) and the keys. Resuming is a seek. Documents without tokens are passed over and counted.
+    The dataset is what lies under a prefix. Logical shard l owns the bytes [l T / L, (l + 1) T / L) of the T bytes
+    listed: blocks that lie inside it, and its part of the rows of blocks that its edges cut, so that every row has
+    exactly one owner. Files, the blocks of a file and the rows of a block are visited in a random order that is a
+    function of (seed, name, shard, epoch) and the keys. Resuming is a seek. Documents without tokens are passed over
+    and counted.
 
     A shard that owns no token of a small dataset reads the whole of it, in an order of its own, if ``epochs`` is None;
     with a number it has nothing there, and all shards together yield every document once a pass.
@@ -42,7 +40,8 @@ class Reader(BaseNode[Document]):
         format: "arrow" or "parquet"; None tells by the ending.
         epochs: passes over the data; None goes on for ever.
         vocab_size: ids must be below it, if it is given.
-        listing: what is under the url, from ``list_dataset``; None lists at the start, once for all readers of a Sharder.
+        listing: what is under the url, from ``list_dataset``; None lists at the start, once for all readers of a
+        Sharder.
         storage_options: fsspec's options for the store, such as key, secret and endpoint_url.
 
     Raises:
@@ -99,14 +98,24 @@ class Reader(BaseNode[Document]):
         check_keys(self, state, (self.SETTINGS_KEY, *self.COUNTER_KEYS))
         check_settings(self, state[self.SETTINGS_KEY], **settings)
         self._settings: dict[str, Any] = state[self.SETTINGS_KEY]
-        self._at = _Cursor(state["epoch"], bool(state["whole"]), state["file"], state["block"])
+        self._at = Cursor(state["epoch"], bool(state["whole"]), state["file"], state["block"])
         self._row: int = state["row"]
         self._documents: int = state["documents"]
         self._skipped: int = state["skipped"]
         self._passes: float = state["passes"]
-        self._blocks = _Blocks(self, current_session(), self._settings["listing"])
-        self._block: _Block | None = None
-        self._queue: deque[tuple[_Cursor, Task[_Block]]] = deque()
+        self._blocks = Blocks(
+            self.url,
+            key=("Reader", self.seed, self.name, self.shard),
+            part=(self.shard, self.num_shards),
+            column=self.column,
+            format=self.format,
+            vocab_size=self.vocab_size,
+            listing=self.listing
+            or partial(current_session().listing, self.url, self.storage_options, formats.suffixes(self.format)),
+            expected=self._settings["listing"],
+        )
+        self._block: Block | None = None
+        self._queue: deque[tuple[Cursor, Task[Block]]] = deque()
         self._depth = 1
         self._ask()
 
@@ -140,7 +149,7 @@ class Reader(BaseNode[Document]):
             "passes": self._passes,
         }
 
-    def _load(self) -> "_Block":
+    def _load(self) -> Block:
         """Waits for the block that the cursor stands at."""
         if self.epochs is not None and self._at.epoch >= self.epochs:
             raise StopIteration
@@ -181,170 +190,32 @@ class Reader(BaseNode[Document]):
                 return
             self._queue.append((cursor, queued))
 
-    def _following(self, at: "_Cursor", block: "_Block") -> "_Cursor | None":
+    def _following(self, at: Cursor, block: Block) -> Cursor | None:
         """Gives the cursor of the block after one, or None where that depends on the rest of the pass."""
         if at.block + 1 < block.num_blocks:
             return at._replace(block=at.block + 1)
         if at.file + 1 < block.num_files:
             return at._replace(file=at.file + 1, block=0)
         if self._documents or block.num_rows:
-            return _Cursor(at.epoch + 1, at.whole, 0, 0)
+            return Cursor(at.epoch + 1, at.whole, 0, 0)
         return None
 
-    def _finish(self, block: "_Block") -> None:
+    def _finish(self, block: Block) -> None:
         """Moves the cursor past a block."""
         self._documents += block.num_rows
         self._skipped += block.num_empty
         following = self._following(self._at, block)
         if following is None:  # a pass without a single token
             if self.epochs is not None:
-                following = _Cursor(self.epochs, False, 0, 0)
+                following = Cursor(self.epochs, False, 0, 0)
             elif self._at.whole:
                 raise ValueError(
-                    f"dataset {self.name!r} at {self.url} has no token in column {self.column!r}: leave it out of the mix"
+                    f"dataset {self.name!r} at {self.url} has no token in column {self.column!r}: "
+                    "leave it out of the mix"
                 )
             else:
-                following = _Cursor(self._at.epoch, True, 0, 0)
+                following = Cursor(self._at.epoch, True, 0, 0)
         if following.epoch > self._at.epoch:
             self._documents = 0
             self._passes = float(following.epoch)
         self._at, self._row, self._block = following, 0, None
-
-
-class _Cursor(NamedTuple):
-    """Where a reader stands; file and block count in the order in which they are visited."""
-
-    epoch: int
-    whole: bool
-    file: int
-    block: int
-
-
-class _Block(NamedTuple):
-    """The non-empty rows of a block that a shard owns, in the order in which they are handed out."""
-
-    lists: formats.Lists
-    begins: list[int]
-    ends: list[int]
-    rows: list[int]
-    url: str
-    num_rows: int
-    num_empty: int
-    num_blocks: int
-    num_files: int
-    passes: float
-    share: float
-    listing: str
-    size: int
-    ask_at: int  # the row at which the next block is asked for
-
-
-class _Blocks:
-    """Finds and reads the blocks of one logical shard; used by the pool's threads too, so it changes nothing."""
-
-    def __init__(self, reader: Reader, session: ListingSession, expected: str | None) -> None:
-        self._key = ("Reader", reader.seed, reader.name, reader.shard)
-        self._part = reader.shard, reader.num_shards
-        self._url, self._options, self._format = reader.url, reader.storage_options, reader.format
-        self._column, self._vocab_size = reader.column, reader.vocab_size
-        self._given, self._session, self._expected = reader.listing, session, expected
-
-    def load(self, at: _Cursor) -> _Block:
-        """Reads the block at a cursor; where there is none, gives one without rows."""
-        listing = self._listing()
-        low, high = self._interval(listing, at.whole)
-        first = bisect_right(listing.starts, low) - 1
-        num_files = max(0, bisect_left(listing.starts, high) - first)
-        if at.file >= num_files:
-            return self._empty(at, num_files, 0, listing)
-        index = first + int(permutation(derive_key(*self._key, "files", at.epoch), num_files)[at.file])
-        item, start = listing.objects[index], listing.starts[index]
-        file = listing.file(
-            (index, self._column, self._format), partial(_open, listing, item, self._column, self._format)
-        )
-        blocks = self._owned(file, start, low, high, (item.key, at.epoch))
-        if at.block >= len(blocks):
-            return self._empty(at, num_files, len(blocks), listing)
-        number = int(blocks[at.block])
-        lists = listing.block(
-            (index, number, self._column, self._format, self._vocab_size), partial(self._read, file, number, item)
-        )
-        span = start + int(file.spans[number]), start + int(file.spans[number + 1])
-        first_row, last_row = _own_rows(len(lists.rows), *span, low, high)
-        key = derive_key(*self._key, item.key, number, at.epoch)
-        order = permutation(key, last_row - first_row) + first_row
-        order = order[lists.begins[order] < lists.ends[order]]
-        return self._empty(at, num_files, len(blocks), listing)._replace(
-            lists=lists,
-            begins=lists.begins[order].tolist(),
-            ends=lists.ends[order].tolist(),
-            rows=lists.rows[order].tolist(),
-            url=item.url,
-            num_rows=len(order),
-            num_empty=last_row - first_row - len(order),
-            ask_at=len(order) // 2,
-            size=file.size(number),
-        )
-
-    def _read(self, file: formats.ShardFile, number: int, item: Object) -> formats.Lists:
-        try:
-            return check_ids(file.read(number), self._vocab_size)
-        except (ValueError, OSError, pa.ArrowException) as error:
-            error.add_note(f"in block {number} of {item.url}")
-            raise
-
-    def _listing(self) -> Listing:
-        listing = self._given or self._session.listing(self._url, self._options, formats.suffixes(self._format))
-        if self._expected not in (None, str(listing)):
-            raise ValueError(
-                f"the state was saved with {self._expected} under {self._url}, and there is now {listing}: documents would be "
-                "lost or repeated; bring the files back, or start this dataset under another name"
-            )
-        return listing
-
-    def _interval(self, listing: Listing, whole: bool) -> tuple[int, int]:
-        shard, num_shards = (0, 1) if whole else self._part
-        total = listing.starts[-1]
-        return shard * total // num_shards, (shard + 1) * total // num_shards
-
-    def _owned(self, file: formats.ShardFile, start: int, low: int, high: int, key: tuple[str, int]) -> np.ndarray:
-        """Gives the blocks that overlap the interval: groups in a random order, in a group as they lie."""
-        first = max(0, int(np.searchsorted(file.spans, low - start, "right")) - 1)
-        last = min(len(file.groups), int(np.searchsorted(file.spans, high - start, "left")))
-        groups = file.groups[first:last]
-        if not len(groups):
-            return groups
-        rank = np.argsort(permutation(derive_key(*self._key, *key), int(groups[-1] - groups[0]) + 1))
-        return first + np.argsort(rank[groups - groups[0]], kind="stable")
-
-    def _empty(self, at: _Cursor, num_files: int, num_blocks: int, listing: Listing) -> _Block:
-        share = 1 / max(1, num_files)
-        passes = at.epoch + share * at.file + share / max(1, num_blocks) * at.block
-        none = np.empty(0, np.int64)
-        return _Block(
-            formats.Lists(none, none, none, none),
-            [],
-            [],
-            [],
-            "",
-            0,
-            0,
-            num_blocks,
-            num_files,
-            passes,
-            share / max(1, num_blocks),
-            str(listing),
-            0,
-            0,
-        )
-
-
-def _open(listing: Listing, item: Object, column: str, format: str | None) -> formats.ShardFile:
-    return formats.opener(item.key, format)(listing, item, column)
-
-
-def _own_rows(num_rows: int, begin: int, end: int, low: int, high: int) -> tuple[int, int]:
-    """Gives the rows whose place in the bytes, begin + (end - begin) * row // num_rows, lies in [low, high)."""
-    size = end - begin
-    first, last = (-(-(edge - begin) * num_rows // size) for edge in (low, high))
-    return min(max(first, 0), num_rows), min(max(last, 0), num_rows)

@@ -8,7 +8,7 @@ GROUP = "ibm_nodes.recipes"
 
 
 def list_recipes() -> list[str]:
-    """Gives the names of the installed recipes, sorted. Any package can offer some in the group ``ibm_nodes.recipes``."""
+    """Gives the names of the installed recipes, sorted; any package can offer some, in the same entry point group."""
     return sorted(point.name for point in entry_points(group=GROUP))
 
 

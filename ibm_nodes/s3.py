@@ -1,7 +1,8 @@
 """One pinned, checked and retried range of an S3 object, read through the client that s3fs keeps.
 
-s3fs' own reads pin nothing, hand on short answers as they are, and multiply botocore's retries with their own. Here each
-attempt has a deadline, goes on from the byte that the last one reached, and must be of the version that was listed.
+s3fs' own reads pin nothing, hand on short answers as they are, and multiply botocore's retries with their own. Here
+each attempt has a deadline, goes on from the byte that the last one reached, and must be of the version that was
+listed.
 """
 
 import asyncio
@@ -88,18 +89,11 @@ async def read_range(fs: Any, path: str, start: int, end: int, etag: str | None)
         except botocore.exceptions.ClientError as error:
             cause: BaseException = error
             code = error.response.get("Error", {}).get("Code", "")
-            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            if status in CHANGED_STATUS or code == "PreconditionFailed":
-                raise _changed(path) from error
             if code in RENEWED_CODES and not renewed:
                 renewed = True
                 await fs.set_session(refresh=True)
-            elif status == 404:
-                raise FileNotFoundError(f"s3://{path} is gone since it was listed: list again") from error
-            elif code not in RETRIED_CODES and status not in RETRIED_STATUS:
-                raise PermissionError(
-                    f"s3://{path} cannot be read: {code}: check the credentials and the policy"
-                ) from error
+            else:
+                _check_curable(path, error, code)
         except errors as error:
             cause = error
         if time.monotonic() - began > GIVE_UP_SECONDS:
@@ -110,6 +104,17 @@ async def read_range(fs: Any, path: str, start: int, end: int, etag: str | None)
         await asyncio.sleep(
             random.uniform(0.5, 1) * min(MAX_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** min(attempt, 10))
         )
+
+
+def _check_curable(path: str, error: Any, code: str) -> None:
+    """Raises what another attempt would not cure."""
+    status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    if status in CHANGED_STATUS or code == "PreconditionFailed":
+        raise _changed(path) from error
+    if status == 404:
+        raise FileNotFoundError(f"s3://{path} is gone since it was listed: list again") from error
+    if code not in RETRIED_CODES and status not in RETRIED_STATUS:
+        raise PermissionError(f"s3://{path} cannot be read: {code}: check the credentials and the policy") from error
 
 
 class _Progress:

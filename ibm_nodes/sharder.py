@@ -19,8 +19,8 @@ class Sharder(BaseNode[T]):
 
     The stream is cut into ``num_shards`` logical shards, each with its own complete graph. Item g of the stream is the
     next item of logical shard g % num_shards, and belongs to the rank g % world_size. So the ranks' next items are
-    together the same at any world size, and the states of all ranks, merged with ``ibm_nodes.state.merge``, can be loaded
-    at any other. Load a state at position G, and a rank goes on with the smallest g >= G that belongs to it.
+    together the same at any world size, and the states of all ranks, merged with ``ibm_nodes.state.merge``, can be
+    loaded at any other. Load a state at position G, and a rank goes on with the smallest g >= G that belongs to it.
 
     A shard that has ended is passed over, or, with ``filler``, goes on with it. The end is when all shards of the rank
     have ended. Nothing is built, listed or read before the first item.
@@ -54,7 +54,8 @@ class Sharder(BaseNode[T]):
         if num_shards % world_size:
             smaller = next(size for size in range(min(world_size, num_shards), 0, -1) if num_shards % size == 0)
             raise ValueError(
-                f"world_size must divide num_shards={num_shards}, got {world_size}: the next smaller one that does is {smaller}"
+                f"world_size must divide num_shards={num_shards}, got {world_size}: "
+                f"the next smaller one that does is {smaller}"
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
@@ -78,8 +79,8 @@ class Sharder(BaseNode[T]):
             position, saved = initial_state[self.POSITION_KEY], initial_state[SHARDS_KEY]
             if missing := [shard for shard in owned if shard not in saved]:
                 raise ValueError(
-                    f"the state lacks the logical shards {missing[:8]} that rank {self.rank} of {self.world_size} owns: "
-                    "load the states of all ranks, merged"
+                    f"the state lacks the logical shards {missing[:8]} that rank {self.rank} of {self.world_size} "
+                    "owns: load the states of all ranks, merged"
                 )
         self._position = position
         self._states: dict[int, Any] = {shard: saved.get(shard) for shard in owned}

@@ -1,4 +1,4 @@
-"""Object storage: lists prefixes, reads ranges of what was listed, writes objects. The only module that knows fsspec."""
+"""Object storage: lists prefixes, reads ranges of what was listed, writes objects; alone in knowing fsspec."""
 
 import asyncio
 import contextvars
@@ -122,8 +122,8 @@ def current_session() -> ListingSession:
 def list_objects(url: str, storage_options: Options = None, suffixes: tuple[str, ...] = ("",)) -> Listing:
     """Lists a prefix afresh, in one go.
 
-    Left out: empty objects, and below the prefix names that begin with ``_`` or ``.`` and endings not in ``suffixes``. A
-    URL of one object is always read.
+    Left out: empty objects, and below the prefix names that begin with ``_`` or ``.`` and endings not in
+    ``suffixes``. A URL of one object is always read.
 
     Raises:
         FileNotFoundError: if there is nothing to read.
@@ -218,7 +218,8 @@ def _wait(coroutine: Any, loop: asyncio.AbstractEventLoop) -> bytearray:
     try:
         while True:
             try:
-                return future.result(POLL_SECONDS)
+                data: bytearray = future.result(POLL_SECONDS)
+                return data
             except TimeoutError:
                 if future.done():
                     raise

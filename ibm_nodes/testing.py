@@ -18,8 +18,9 @@ T = TypeVar("T")
 def assert_resumes(make: Callable[[], BaseNode[T]], *, num_items: int = 20, cuts: Iterable[int] | None = None) -> None:
     """Asserts that a node which is stopped after any item, saved and built anew goes on with exactly the next one.
 
-    Also that a state is plain data (it goes through ``torch.save`` and ``torch.load(weights_only=True)``), that it does not
-    change when the node runs on, that taking it changes nothing, and that ``reset(None)`` begins at the beginning.
+    Also that a state is plain data (it goes through ``torch.save`` and ``torch.load(weights_only=True)``), that it
+    does not change when the node runs on, that taking it changes nothing, and that ``reset(None)`` begins at the
+    beginning.
 
     Args:
         make: builds the node, with the same arguments each time.
@@ -114,7 +115,7 @@ def _same(one: Any, other: Any) -> bool:
             type(one) is type(other)
             and one.dtype == other.dtype
             and one.shape == other.shape
-            and bool((one == other).all())
+            and bool(np.all(np.asarray(one) == np.asarray(other)))
         )
     if isinstance(one, dict):
         return isinstance(other, dict) and list(one) == list(other) and all(_same(one[key], other[key]) for key in one)

@@ -17,8 +17,9 @@ MODEL_DIMENSIONS = {"context", "cp", "model", "pipeline", "pp", "sp", "tensor", 
 def data_parallel(rank: int | None, world_size: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:
     """Gives this process's data-parallel rank and their number.
 
-    They are the arguments if given; else the place in the data-parallel dimensions of the mesh, so that the members of a
-    tensor-, context- or pipeline-parallel group get the same; else torch.distributed's; else torchrun's; else 0 of 1.
+    They are the arguments if given; else the place in the data-parallel dimensions of the mesh, so that the members
+    of a tensor-, context- or pipeline-parallel group get the same; else torch.distributed's; else torchrun's; else 0
+    of 1.
 
     Raises:
         ValueError: if only one of rank and world_size is given, or a dimension of the mesh is not known by its name.

@@ -58,8 +58,8 @@ def pretrain(
 ) -> Loader[Any]:
     """Streams a weighted mix of tokenized datasets as packed, shuffled batches, the same at every world size.
 
-    The datasets are listed here, by rank 0 where torch.distributed is up; nothing else is read before the first batch. Batches
-    are ``{"input_ids", "labels"}``, int64 of shape [batch, seq_len], and go on for ever.
+    The datasets are listed here, by rank 0 where torch.distributed is up; nothing else is read before the first
+    batch. Batches are ``{"input_ids", "labels"}``, int64 of shape [batch, seq_len], and go on for ever.
 
     Args:
         datasets: prefix of Arrow or Parquet files by name; the order of data depends on the names, not on the prefixes.
@@ -166,8 +166,8 @@ def _batch_size(global_batch_size: int, micro_batch_size: int | None, world_size
         what = "world_size" if micro_batch_size is None else "world_size x micro_batch_size"
         near = max(unit, global_batch_size // unit * unit)
         raise ValueError(
-            f"global_batch_size must be a multiple of {what} = {unit}, got {global_batch_size}: {near} would be the nearest "
-            "below, or change the number of ranks"
+            f"global_batch_size must be a multiple of {what} = {unit}, got {global_batch_size}: {near} would be the "
+            "nearest below, or change the number of ranks"
         )
     return micro_batch_size or global_batch_size // world_size
 

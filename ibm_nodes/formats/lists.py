@@ -27,11 +27,11 @@ class Lists:
 def is_list_of_integers(kind: pa.DataType) -> bool:
     """Tells whether a column of this type can be read as rows of integers."""
     if pa.types.is_dictionary(kind):
-        return is_list_of_integers(kind.value_type)
+        kind = kind.value_type
     if not any(check(kind) for check in LIST_TYPES + VIEW_TYPES):
         return False
     inner = kind.value_type
-    return pa.types.is_integer(inner) or (pa.types.is_dictionary(inner) and pa.types.is_integer(inner.value_type))
+    return bool(pa.types.is_integer(inner.value_type if pa.types.is_dictionary(inner) else inner))
 
 
 def check_column(schema: pa.Schema, column: str, url: str) -> None:
@@ -48,7 +48,8 @@ def check_column(schema: pa.Schema, column: str, url: str) -> None:
     kind = schema.field(column).type
     if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
         raise TypeError(
-            f"column {column!r} of {url} holds text, not token ids: tokenize it first, or give column, one of its {others}"
+            f"column {column!r} of {url} holds text, not token ids: tokenize it first, or give "
+            f"column, one of its {others}"
         )
     if not is_list_of_integers(kind):
         raise TypeError(
@@ -57,7 +58,7 @@ def check_column(schema: pa.Schema, column: str, url: str) -> None:
 
 
 def to_lists(array: pa.Array, column: str, first_row: int) -> Lists:
-    """Takes rows out of an array, of which the first is ``first_row``; copies values only where Arrow's layout demands it.
+    """Takes rows out of an array, of which the first is ``first_row``; copies only where Arrow's layout demands it.
 
     Raises:
         ValueError: if there is a null inside a row.
@@ -110,8 +111,8 @@ def check_ids(lists: Lists, vocab_size: int | None) -> Lists:
     if len(lists.rows):
         begin, end = int(lists.begins.min()), int(lists.ends.max())
         if begin < end:
-            top = int(values[begin:end].max())
-            if top >= limit or int(values[begin:end].min()) < 0:
+            top = int(values[begin:end].view(f"u{values.dtype.itemsize}").max())  # a negative id is a huge one
+            if top >= min(limit, 1 << (8 * values.dtype.itemsize - (values.dtype.kind == "i"))):
                 _check_each(lists, limit)
                 top = limit - 1  # what is out of range belongs to no row
     return replace(lists, values=_narrow(values, top))
@@ -133,10 +134,10 @@ def _check_each(lists: Lists, limit: int) -> None:
         for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < limit:
                 condition = "must not be negative" if token < 0 else f"must be below {limit}"
-                error = ValueError(
-                    f"token ids {condition}, got {token} in {describe_row(row)}: is this the right column and vocabulary?"
+                where = describe_row(row)
+                raise ValueError(
+                    f"token ids {condition}, got {token} in {where}: is it the right column and vocabulary?"
                 )
-                raise error
 
 
 def describe_row(row: int) -> str:

@@ -1,7 +1,7 @@
 """Parquet files: row groups as blocks, or parts of those that are too big for one.
 
-pyarrow's own reading of a row group is one request after another, of whatever size; here the bytes of a column chunk are
-one ranged read, which may run ahead, and pyarrow decodes them from memory.
+pyarrow's own reading of a row group is one request after another, of whatever size; here the bytes of a column chunk
+are one ranged read, which may run ahead, and pyarrow decodes them from memory.
 """
 
 import io
@@ -145,7 +145,7 @@ class _Window(io.RawIOBase):
         self._position = base + offset
         return self._position
 
-    def read(self, size: int = -1) -> bytes | memoryview:  # type: ignore[override]  # pyarrow takes any buffer
+    def read(self, size: int = -1) -> bytes | memoryview:
         begin = self._position
         end = self._item.size if size < 0 else min(begin + size, self._item.size)
         if not self._at <= begin <= end <= self._at + len(self._data):

@@ -1,0 +1,172 @@
+"""Blocks: which parts of a dataset a logical shard owns, and in which order it visits them."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from ibm_nodes import formats
+from ibm_nodes.formats.lists import check_ids
+from ibm_nodes.permutation import derive_key, permutation
+from ibm_nodes.storage import Listing, Object
+
+
+class Cursor(NamedTuple):
+    """Where a reader stands; file and block count in the order in which they are visited."""
+
+    epoch: int
+    whole: bool
+    file: int
+    block: int
+
+
+class Block(NamedTuple):
+    """The non-empty rows of a block that a shard owns, in the order in which they are handed out."""
+
+    lists: formats.Lists
+    begins: list[int]
+    ends: list[int]
+    rows: list[int]
+    url: str
+    num_rows: int
+    num_empty: int
+    num_blocks: int
+    num_files: int
+    passes: float
+    share: float
+    listing: str
+    size: int
+    ask_at: int  # the row at which the next block is asked for
+
+
+class Blocks:
+    """Finds and reads the blocks of one logical shard; the pool's threads use it too, so it changes nothing.
+
+    Args:
+        url: the dataset's prefix, for messages.
+        key: seeds and names that the order depends on.
+        part: this logical shard, and their number.
+        column: the column of integer lists.
+        format: a format's name, or None to tell by the ending.
+        vocab_size: ids must be below it, if it is given.
+        listing: what is under the url, or what lists it.
+        expected: the description of the listing that a state was saved with.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: tuple[Any, ...],
+        part: tuple[int, int],
+        column: str,
+        format: str | None,
+        vocab_size: int | None,
+        listing: Listing | Callable[[], Listing],
+        expected: str | None,
+    ) -> None:
+        self._url, self._key, self._part = url, key, part
+        self._column, self._format, self._vocab_size = column, format, vocab_size
+        self._given, self._expected = listing, expected
+
+    def load(self, at: Cursor) -> Block:
+        """Reads the block at a cursor; where there is none, gives one without rows."""
+        listing = self._listing()
+        low, high = self._interval(listing, at.whole)
+        first = bisect_right(listing.starts, low) - 1
+        num_files = max(0, bisect_left(listing.starts, high) - first)
+        if at.file >= num_files:
+            return self._empty(at, num_files, 0, listing)
+        index = first + int(permutation(derive_key(*self._key, "files", at.epoch), num_files)[at.file])
+        item, start = listing.objects[index], listing.starts[index]
+        file = listing.file(
+            (index, self._column, self._format), partial(_open, listing, item, self._column, self._format)
+        )
+        blocks = self._owned(file, start, low, high, (item.key, at.epoch))
+        if at.block >= len(blocks):
+            return self._empty(at, num_files, len(blocks), listing)
+        number = int(blocks[at.block])
+        names = (index, number, self._column, self._format, self._vocab_size)
+        lists = listing.block(names, partial(self._read, file, number, item))
+        span = start + int(file.spans[number]), start + int(file.spans[number + 1])
+        first_row, last_row = _own_rows(len(lists.rows), *span, low, high)
+        key = derive_key(*self._key, item.key, number, at.epoch)
+        order = permutation(key, last_row - first_row) + first_row
+        order = order[lists.begins[order] < lists.ends[order]]
+        return self._empty(at, num_files, len(blocks), listing)._replace(
+            lists=lists,
+            begins=lists.begins[order].tolist(),
+            ends=lists.ends[order].tolist(),
+            rows=lists.rows[order].tolist(),
+            url=item.url,
+            num_rows=len(order),
+            num_empty=last_row - first_row - len(order),
+            ask_at=len(order) // 2,
+            size=file.size(number),
+        )
+
+    def _read(self, file: formats.ShardFile, number: int, item: Object) -> formats.Lists:
+        try:
+            return check_ids(file.read(number), self._vocab_size)
+        except (ValueError, OSError, pa.ArrowException) as error:
+            error.add_note(f"in block {number} of {item.url}")
+            raise
+
+    def _listing(self) -> Listing:
+        listing = self._given if isinstance(self._given, Listing) else self._given()
+        if self._expected not in (None, str(listing)):
+            raise ValueError(
+                f"the state was saved with {self._expected} under {self._url}, now there is {listing}: documents would "
+                "be lost or repeated; bring the files back, or start this dataset under another name"
+            )
+        return listing
+
+    def _interval(self, listing: Listing, whole: bool) -> tuple[int, int]:
+        shard, num_shards = (0, 1) if whole else self._part
+        total = listing.starts[-1]
+        return shard * total // num_shards, (shard + 1) * total // num_shards
+
+    def _owned(self, file: formats.ShardFile, start: int, low: int, high: int, key: tuple[str, int]) -> np.ndarray:
+        """Gives the blocks that overlap the interval: groups in a random order, in a group as they lie."""
+        first = max(0, int(np.searchsorted(file.spans, low - start, "right")) - 1)
+        last = min(len(file.groups), int(np.searchsorted(file.spans, high - start, "left")))
+        groups = file.groups[first:last]
+        if not len(groups):
+            return groups
+        rank = np.argsort(permutation(derive_key(*self._key, *key), int(groups[-1] - groups[0]) + 1))
+        return first + np.argsort(rank[groups - groups[0]], kind="stable")
+
+    def _empty(self, at: Cursor, num_files: int, num_blocks: int, listing: Listing) -> Block:
+        share = 1 / max(1, num_files)
+        passes = at.epoch + share * at.file + share / max(1, num_blocks) * at.block
+        none = np.empty(0, np.int64)
+        return Block(
+            formats.Lists(none, none, none, none),
+            [],
+            [],
+            [],
+            "",
+            0,
+            0,
+            num_blocks,
+            num_files,
+            passes,
+            share / max(1, num_blocks),
+            str(listing),
+            0,
+            0,
+        )
+
+
+def _open(listing: Listing, item: Object, column: str, format: str | None) -> formats.ShardFile:
+    return formats.opener(item.key, format)(listing, item, column)
+
+
+def _own_rows(num_rows: int, begin: int, end: int, low: int, high: int) -> tuple[int, int]:
+    """Gives the rows whose place in the bytes, begin + (end - begin) * row // num_rows, lies in [low, high)."""
+    size = end - begin
+    first, last = (-(-(edge - begin) * num_rows // size) for edge in (low, high))
+    return min(max(first, 0), num_rows), min(max(last, 0), num_rows)
