@@ -1,0 +1,146 @@
+"""Checkpoints: each rank saves alone, and any number of ranks loads."""
+
+import itertools
+import pathlib
+
+import corpora
+import pytest
+import torch
+
+from ibm_nodes import Batcher, CausalLMCollator, Loader, Packer, Prefetcher, Reader, Sharder, Shuffler
+from ibm_nodes.checkpoint import Checkpoint, latest, load, save
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    root = f"file://{tmp_path_factory.mktemp('data')}/web/"
+    return corpora.write(root, [corpora.every(corpora.documents([3, 40, 0, 90] * 30), 7)] * 2, "parquet")
+
+
+def loaders(url, world_size, *, num_shards=12, batch=12, seed=0):
+    def graph(shard, num_shards):
+        node = Packer(Reader(url, shard=shard, num_shards=num_shards, seed=seed), seq_len=32, eos_id=1)
+        return Shuffler(node, buffer_size=3, seed=(seed, shard))
+
+    def loader(rank):
+        node = Sharder(graph, num_shards=num_shards, rank=rank, world_size=world_size)
+        node = Batcher(node, batch_size=batch // world_size, collate=CausalLMCollator(shift_labels=False))
+        return Loader(Prefetcher(node, prefetch_factor=2))
+
+    return [loader(rank) for rank in range(world_size)]
+
+
+def steps(group, count):
+    batches = []
+    for _ in range(count):
+        parts = [next(iter(loader))["input_ids"] for loader in group]
+        batches.append(torch.stack(parts, 1).reshape(-1, 32))
+    return batches
+
+
+def close(group):
+    for loader in group:
+        loader.close()
+
+
+def save_all(group, target, step, **options):
+    for future in [save(loader, target, step=step, **options) for loader in group]:
+        future.result(30)
+
+
+def test_goes_on_at_any_world_size_with_the_batches_that_would_have_come(url, bucket):
+    (whole,) = loaders(url, 1)
+    expected = steps([whole], 9)
+    close([whole])
+    for number, (before, after) in enumerate(itertools.product([1, 2, 3, 4], [1, 2, 3, 6])):
+        target = f"{bucket.url}run{number}/"
+        group = loaders(url, before)
+        assert all(map(torch.equal, steps(group, 4), expected))
+        save_all(group, target, 4, storage_options=bucket.storage_options)
+        close(group)
+        group = loaders(url, after)
+        for loader in group:
+            found = load(loader, target, storage_options=bucket.storage_options)
+            assert found == Checkpoint(step=4, position=48, world_size=before)
+        assert all(map(torch.equal, steps(group, 5), expected[4:]))
+        close(group)
+
+
+def test_saving_shows_a_step_only_when_every_rank_has_written(url, tmp_path):
+    target = f"file://{tmp_path}/run"
+    assert latest(target) is None
+    group = loaders(url, 3)
+    save_all(group, target, 7)
+    assert latest(target) == 7
+    save_all(group[:2], target, 9)
+    assert latest(target) == 7
+    close(group)
+    (loader,) = loaders(url, 1)
+    assert load(loader, target).step == 7
+    with pytest.raises(FileNotFoundError, match="step 9 .*complete are \\[7\\]; step 9 lacks loader-00002-of-00003.pt"):
+        load(loader, target, step=9)
+
+
+def test_nothing_there_is_an_error_unless_a_fresh_start_was_asked_for(url, tmp_path):
+    (loader,) = loaders(url, 1)
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint under"):
+        load(loader, f"file://{tmp_path}/none")
+    assert load(loader, f"file://{tmp_path}/none", missing="start") is None
+    (other,) = loaders(url, 2)[:1]
+    save_all([other], f"file://{tmp_path}/torn", 3)
+    with pytest.raises(FileNotFoundError, match="none is complete; step 3 lacks loader-00001-of-00002.pt"):
+        load(loader, f"file://{tmp_path}/torn", missing="start")
+
+
+def test_files_of_two_steps_or_two_world_sizes_are_not_mixed(url, tmp_path):
+    target = f"file://{tmp_path}/run"
+    group = loaders(url, 2)
+    save_all(group, target, 5)
+    steps(group, 1)
+    save_all(group[:1], target, 5)
+    close(group)
+    (loader,) = loaders(url, 1)
+    with pytest.raises(ValueError, match="disagree about 'position' \\(12 and 0\\): they are not of the same step"):
+        load(loader, target)
+    group = loaders(url, 3)
+    save_all(group, target, 5)
+    with pytest.raises(FileNotFoundError, match="lacks agreement: it was saved at world sizes \\[2, 3\\]"):
+        load(loader, target)
+
+
+def test_a_damaged_file_is_named(url, tmp_path):
+    target = f"file://{tmp_path}/run"
+    (loader,) = loaders(url, 1)
+    save_all([loader], target, 1)
+    (file,) = pathlib.Path(tmp_path).rglob("*.pt")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match="loader-00000-of-00001.pt is damaged"):
+        load(loader, target)
+
+
+def test_a_run_with_other_settings_is_refused_naming_both(url, tmp_path):
+    target = f"file://{tmp_path}/run"
+    save_all(loaders(url, 2), target, 0)
+    (loader,) = loaders(url, 1, num_shards=24)
+    with pytest.raises(ValueError, match="saved with num_shards=12 and is now built with num_shards=24"):
+        load(loader, target)
+
+
+def test_an_error_of_a_save_is_raised_by_its_future_and_at_the_next_save(url, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    (loader,) = loaders(url, 1)
+    future = save(loader, f"file://{tmp_path}/file", step=1)
+    with pytest.raises(OSError):
+        future.result(30)
+    with pytest.raises(OSError):
+        save(loader, f"file://{tmp_path}/good", step=3)
+    save(loader, f"file://{tmp_path}/good", step=4).result(30)
+    assert latest(f"file://{tmp_path}/good") == 4
+
+
+def test_a_loader_without_a_sharder_is_refused(url, tmp_path):
+    with pytest.raises(ValueError, match="must have a Sharder"):
+        save(Loader(Reader(url, shard=0, num_shards=1)), f"file://{tmp_path}/x", step=0)
+    (loader,) = loaders(url, 1)
+    with pytest.raises(ValueError, match="step must not be negative"):
+        save(loader, f"file://{tmp_path}/x", step=-1)
