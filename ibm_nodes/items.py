@@ -12,8 +12,8 @@ class Document(NamedTuple):
     """The tokens of one document and the place that they come from.
 
     Attributes:
-        tokens: one-dimensional array of integers (uint8, uint16, int32 or int64). Do not write to it: it may be a
-            view of the block that was read.
+        tokens: one-dimensional array of token ids, as narrow as the ids of its block allow: uint16, int32 or int64.
+            Do not write to it, it is a view of the block; and widen it before arithmetic that may leave its range.
         url: the object that holds the document.
         row: its row in that object, counted from 0.
         name: the dataset's name.
@@ -47,7 +47,8 @@ class Sample(NamedTuple):
     """One training sequence.
 
     Attributes:
-        tokens: one-dimensional array of integers. Do not write to it: the buffer of a shuffle may still be saving it.
+        tokens: one-dimensional array of token ids, of the widest type of its documents. Do not write to it: the
+            buffer of a shuffle may still be saving it.
         starts: positions in ``tokens`` at which the documents begin, ascending, the first one 0.
         documents: for each start, the place of that document (or of the rest of it).
     """
@@ -58,7 +59,7 @@ class Sample(NamedTuple):
 
 
 def freeze(item: Any) -> Any:
-    """Turns an item into plain data that nothing will write to, with token ids stored in 16 bits where they fit.
+    """Turns an item into plain data that nothing will write to.
 
     Args:
         item: nested dicts, lists and tuples of documents, samples, arrays, tensors, str, bytes, numbers, bool, None.
@@ -96,9 +97,7 @@ def thaw(data: Any) -> Any:
     if isinstance(data, dict):
         tag = data.get(TAG)
         if tag == "array":
-            array = np.frombuffer(data["data"], data["stored"]).astype(data["dtype"]).reshape(data["shape"])
-            array.flags.writeable = False
-            return array
+            return np.frombuffer(data["data"], data["dtype"]).reshape(data["shape"])
         if tag == "sample":
             places = tuple(Place(*place) for place in data["documents"])
             return Sample(thaw(data["tokens"]), tuple(data["starts"]), places)
@@ -119,13 +118,4 @@ def _plain(places: tuple[Place, ...]) -> tuple[tuple[Any, ...], ...]:
 def _freeze_array(array: np.ndarray) -> dict[str, Any]:
     if array.dtype.hasobject:
         raise TypeError(f"a buffered array must hold numbers, got dtype {array.dtype}")
-    stored = array
-    if array.dtype.kind in "iu" and array.itemsize > 2 and array.size and 0 <= array.min() and array.max() < 1 << 16:
-        stored = array.astype(np.uint16)
-    return {
-        TAG: "array",
-        "dtype": array.dtype.str,
-        "stored": stored.dtype.str,
-        "shape": array.shape,
-        "data": stored.tobytes(),
-    }
+    return {TAG: "array", "dtype": array.dtype.str, "shape": array.shape, "data": array.tobytes()}

@@ -70,26 +70,32 @@ class Mixer(BaseNode[T]):
         saved = state[self.SOURCES_KEY]
         self._parked = {name: place for name, place in saved.items() if name not in self.sources}
         self._places = {name: _Place(node, saved.get(name)) for name, node in self.sources.items()}
-        self._active: dict[str, int] | None = None
+        self._active: list[tuple[str, int]] | None = None
+        self._due = ""
 
     def next(self) -> T:
         if self._active is None:
             self._active = self._prepare()
-        active, credits = self._active, self._credits
-        while active:
-            name = max(active, key=credits.__getitem__)
+            self._due = self._largest()
+        credits = self._credits
+        while self._active:
+            name = self._due
             try:
                 item = self._places[name].next()
             except StopIteration:
                 self._ended.append(name)
-                self._active = active = self._share()
+                self._active = self._share()
+                self._due = self._largest()
                 continue
             length = len(item.tokens)  # type: ignore[attr-defined]  # items of a mix have tokens
-            for other, weight in active.items():
-                credits[other] += weight * length
-            credits[name] -= length * ONE
             self._tokens[name] += length
             self._documents[name] += 1
+            credits[name] -= length * ONE
+            largest = None
+            for other, weight in self._active:
+                credit = credits[other] = credits[other] + weight * length
+                if largest is None or credit > largest:
+                    largest, self._due = credit, other
             return item
         raise StopIteration
 
@@ -104,26 +110,29 @@ class Mixer(BaseNode[T]):
             self.SOURCES_KEY: {**self._parked, **{name: place.get_state() for name, place in self._places.items()}},
         }
 
-    def _share(self) -> dict[str, int]:
-        """Gives the weights of the sources that can be drawn from."""
-        left = {name: weight for name, weight in self.weights.items() if weight and name not in self._ended}
-        return _scale(left) if left else left
+    def _largest(self) -> str:
+        return max((name for name, _ in self._active or ()), key=self._credits.__getitem__, default="")
 
-    def _prepare(self) -> dict[str, int]:
+    def _share(self) -> list[tuple[str, int]]:
+        """Gives the weights of the sources that can be drawn from, by name."""
+        left = {name: weight for name, weight in self.weights.items() if weight and name not in self._ended}
+        return list(_scale(left).items()) if left else []
+
+    def _prepare(self) -> list[tuple[str, int]]:
         """Gives credit to the sources that have none."""
         lengths = {}
-        for name in self._share():
+        for name, _ in self._share():
             if name not in self._credits:
                 lengths[name] = self._places[name].probe()
         self._ended += [name for name, measured in lengths.items() if not measured]
         active = self._share()
-        new = {name: lengths[name] for name in active if name in lengths}
-        old = [self._credits[name] for name in active if name not in new]
+        new = {name: lengths[name] for name, _ in active if name in lengths}
+        old = [self._credits[name] for name, _ in active if name not in new]
         for name in self.sources:
             self._tokens.setdefault(name, 0)
             self._documents.setdefault(name, 0)
         if not old:
-            self._credits.update(_warm_up(active, new, self.seed))
+            self._credits.update(_warm_up(dict(active), new, self.seed))
             return active
         for name, measured in new.items():  # joins somewhere in its first cycle, not at the head of the queue
             key = derive_key("Mixer", self.seed, name)

@@ -56,14 +56,18 @@ class Packer(BaseNode[Sample]):
         check_keys(self, initial_state, (*self.SETTING_KEYS, self.TAIL_KEY, self.SOURCE_KEY))
         check_settings(self, initial_state, **{name: getattr(self, name) for name in self.SETTING_KEYS})
         for tokens, _, (place,) in thaw(initial_state[self.TAIL_KEY]):
-            self._append([tokens], len(tokens), place)
+            self._pieces.append(tokens)
+            self._starts.append(self._length)
+            self._places.append(place)
+            self._length += len(tokens)
         self.source.reset(initial_state[self.SOURCE_KEY])
 
     def next(self) -> Sample:
         self._frozen = None
-        while self._length < self.seq_len:
+        seq_len, source = self.seq_len, self.source
+        while self._length < seq_len:
             try:
-                document = next(self.source)
+                document = next(source)
             except StopIteration:
                 break
             self._add(document)
@@ -73,7 +77,9 @@ class Packer(BaseNode[Sample]):
 
     def get_state(self) -> State:
         if self._frozen is None:
-            self._frozen = [freeze(run) for run in self._runs()]
+            one = len(self._pieces) == 1
+            runs = [Sample(self._pieces[0], (0,), (self._places[0],))] if one else self._runs()
+            self._frozen = [freeze(run) for run in runs]
         return {
             "seq_len": self.seq_len,
             "eos_id": self.eos_id,
@@ -87,20 +93,18 @@ class Packer(BaseNode[Sample]):
         length = len(tokens)
         if not length:
             return
-        pieces, offset = [tokens], 0
+        offset, pieces = 0, self._pieces
+        self._starts.append(self._length)
         if self._bos is not None and tokens.item(0) != self.bos_id:
-            pieces.insert(0, self._bos)
+            pieces.append(self._bos)
+            self._length += 1
             offset = -1
+        pieces.append(tokens)
+        self._length += length
         if tokens.item(-1) != self.eos_id or (length == 1 and self.bos_id == self.eos_id):
             pieces.append(self._eos)
-        place = Place(document.name, document.url, document.row, offset)
-        self._append(pieces, length + len(pieces) - 1, place)
-
-    def _append(self, pieces: list[np.ndarray], length: int, place: Place) -> None:
-        self._pieces += pieces
-        self._starts.append(self._length)
-        self._places.append(place)
-        self._length += length
+            self._length += 1
+        self._places.append(Place(document.name, document.url, document.row, offset))
 
     def _cut(self) -> Sample:
         """Takes a sample off the front; what remains is part of one document at most.
@@ -110,8 +114,6 @@ class Packer(BaseNode[Sample]):
         """
         pieces, length = self._pieces, self._length
         tokens = pieces[0] if len(pieces) == 1 and self._places[0].offset > 0 else np.concatenate(pieces)
-        if tokens.dtype.itemsize < np.dtype(np.int32).itemsize:
-            tokens = tokens.astype(np.int32)
         sample = Sample(tokens[: self.seq_len], tuple(self._starts), tuple(self._places))
         if length <= self.seq_len:
             self._pieces, self._starts, self._places, self._length = [], [], [], 0
@@ -126,14 +128,14 @@ class Packer(BaseNode[Sample]):
         """Gives the open tokens, one document at a time, with the types that they have."""
         runs: list[Sample] = []
         pieces: list[np.ndarray] = []
+        lengths = np.diff([*self._starts, self._length]).tolist()
         for piece in self._pieces:
             pieces.append(piece)
-            ends = [*self._starts[1:], self._length]
-            if sum(map(len, pieces)) == ends[len(runs)] - self._starts[len(runs)]:
+            if sum(map(len, pieces)) == lengths[len(runs)]:
                 runs.append(Sample(np.concatenate(pieces), (0,), (self._places[len(runs)],)))
                 pieces = []
         return runs
 
 
 def _one_token(token: int) -> np.ndarray:
-    return np.array([token], np.int32)
+    return np.array([token], np.uint16 if token < 1 << 16 else np.int32)

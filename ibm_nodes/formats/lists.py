@@ -101,7 +101,7 @@ def join(parts: list[Lists]) -> Lists:
 
 
 def check_ids(lists: Lists, vocab_size: int | None) -> Lists:
-    """Checks token ids, and gives them as uint8, uint16, int32, or int64 where one needs it.
+    """Checks token ids, and gives them in the narrowest of uint16, int32 and int64 that holds all of them.
 
     Raises:
         ValueError: naming the id and its row, if it is negative, not below vocab_size, or above 2**63 - 1.
@@ -119,8 +119,8 @@ def check_ids(lists: Lists, vocab_size: int | None) -> Lists:
 
 
 def _narrow(values: np.ndarray, top: int) -> np.ndarray:
-    if values.dtype.itemsize <= np.dtype(np.uint16).itemsize:
-        return values.view(f"u{values.dtype.itemsize}")
+    if top < 1 << 16:
+        return values.astype(np.uint16, copy=False)
     if top >= 1 << 31:
         return values.astype(np.int64, copy=False)
     return values.view(np.int32) if values.dtype.itemsize == np.dtype(np.int32).itemsize else values.astype(np.int32)
