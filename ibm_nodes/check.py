@@ -1,5 +1,6 @@
 """A look ahead at what a run would read: the listing and one block of each dataset."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,7 +17,7 @@ from ibm_nodes.read_ahead import BUDGET_BYTES
 from ibm_nodes.reader import Reader
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.shuffler import Shuffler
-from ibm_nodes.storage import Listing
+from ibm_nodes.storage import Listing, Object
 
 N = TypeVar("N")
 
@@ -66,15 +67,11 @@ def check(
     problems: list[Exception] = _beyond_vocabulary(nodes)
     datasets, blocks_bytes = {}, 0
     for reader in readers:
-        listing = _listing(reader)
-        try:
-            block = _block(reader, listing)
-        except (ValueError, LookupError, TypeError, OSError, pa.ArrowException) as error:
-            problems.append(error)
-            block = None
-        if block and block.fault:
-            problems.append(block.fault)
-        datasets[reader.name] = _dataset(reader, listing, block, _share(nodes, reader.name), num_tokens)
+        listing, share = _listing(reader), _share(nodes, reader.name)
+        block, fault = _block(reader, listing)
+        if fault and share:  # nothing is drawn at a weight of zero
+            problems.append(fault)
+        datasets[reader.name] = _dataset(reader, listing, block, share, num_tokens)
         blocks_bytes += _blocks_bytes(listing, block, num_owned)
     packer = _first(nodes, Packer)
     return {
@@ -110,39 +107,44 @@ def _listing(reader: Reader) -> Listing:
     return reader.listing or formats.list_dataset(reader.url, format=reader.format, storage_options=options)
 
 
-def _block(reader: Reader, listing: Listing) -> Block:
-    """Reads blocks, the largest file first and each file from its middle on, until one has a token."""
-    num_blocks = 0
+def _block(reader: Reader, listing: Listing) -> tuple[Block | None, Exception | None]:
+    """Gives a block that has a token, if there is one, and what reading the dataset would raise."""
+    try:
+        for item, file, number in itertools.islice(_places(reader, listing), MAX_BLOCKS):
+            block = _read(item, file, number, reader.vocab_size)
+            if block.num_tokens:
+                return block, block.fault
+    except (ValueError, LookupError, TypeError, OSError, pa.ArrowException) as error:
+        return None, error
+    return None, ValueError(
+        f"dataset {reader.name!r} at {reader.url} has no token in column {reader.column!r}, as far as was looked: "
+        "leave it out of the mix"
+    )
+
+
+def _places(reader: Reader, listing: Listing) -> Iterator[tuple[Object, formats.ShardFile, int]]:
+    """Gives the blocks of a dataset, those of the largest file first, and of a file those from the middle on."""
     for item in sorted(listing.objects, key=lambda item: -item.size):
         file = formats.opener(item.key, reader.format)(listing, item, reader.column)
         middle = len(file.groups) // 2
         for number in [*range(middle, len(file.groups)), *range(middle)]:
-            num_blocks += 1
-            try:
-                block = _read(file, number, reader.vocab_size)
-            except (ValueError, OSError, pa.ArrowException) as error:
-                error.add_note(f"in block {number} of {item.url}")
-                raise
-            if block.fault:
-                block.fault.add_note(f"in block {number} of {item.url}")
-            if block.num_tokens:
-                return block
-        if num_blocks >= MAX_BLOCKS:
-            break
-    raise ValueError(
-        f"dataset {reader.name!r} at {reader.url} has no token in column {reader.column!r}, as far as {num_blocks} blocks "
-        "tell: leave it out of the mix"
-    )
+            yield item, file, number
 
 
-def _read(file: formats.ShardFile, number: int, vocab_size: int | None) -> Block:
-    lists, fault = file.read(number), None
+def _read(item: Object, file: formats.ShardFile, number: int, vocab_size: int | None) -> Block:
+    place, fault = f"in block {number} of {item.url}", None
+    try:
+        lists = file.read(number)
+    except (ValueError, OSError, pa.ArrowException) as error:
+        error.add_note(place)
+        raise
     kind = f"lists of {lists.values.dtype}"
     rows = zip(lists.begins.tolist(), lists.ends.tolist(), strict=True)
     largest_id = max((int(lists.values[begin:end].max()) for begin, end in rows if begin < end), default=-1)
     try:
         lists = check_ids(lists, vocab_size)
     except ValueError as error:
+        error.add_note(place)
         fault = error
     return Block(
         kind,
@@ -195,11 +197,11 @@ def _blocks_bytes(listing: Listing, block: Block | None, num_owned: int) -> int:
 
 def _buffers_bytes(nodes: Sequence[Any], num_owned: int) -> int:
     """Gives what the shuffles' samples and the batches that are ready take."""
-    packer, shuffler, batcher, prefetcher = (_first(nodes, kind) for kind in (Packer, Shuffler, Batcher, Prefetcher))
-    seq_len = packer.seq_len if packer else 0
-    samples = num_owned * (1 + (shuffler.buffer_size if shuffler else 0))
-    batches = (2 + (prefetcher.prefetch_factor if prefetcher else 0)) * (batcher.batch_size if batcher else 0)
-    return seq_len * (4 * samples + 16 * batches)
+    packer, shuffler = _first(nodes, Packer), _first(nodes, Shuffler)
+    batcher, prefetcher = _first(nodes, Batcher), _first(nodes, Prefetcher)
+    num_samples = num_owned * (1 + (shuffler.buffer_size if shuffler else 0))
+    num_batched = (2 + (prefetcher.prefetch_factor if prefetcher else 0)) * (batcher.batch_size if batcher else 0)
+    return (packer.seq_len if packer else 0) * (4 * num_samples + 16 * num_batched)
 
 
 def _world_sizes(num_shards: int, arguments: Mapping[str, Any]) -> list[int]:

@@ -2,36 +2,93 @@
 
 import argparse
 import collections.abc
+import contextlib
 import inspect
 import json
+import math
 import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
+RUN = "run_"
+"""What the names of the flags of every run begin with once they are parsed, to keep them from the recipe's."""
 SINGULAR = {"datasets": "data", "weights": "weight", "storage_options": "storage-option"}
 """Flags that are given once for each entry of a mapping."""
 SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
 
 
-def add_flags(parser: argparse.ArgumentParser, recipe: Callable[..., Any]) -> None:
-    """Adds a flag for each argument of a recipe that text can give; what is not given keeps the recipe's default.
+class Parser(argparse.ArgumentParser):
+    """A parser that raises its errors as ValueError, and takes no abbreviations."""
 
-    Mappings become flags that are repeated, ``--data name=url``. Arguments of other classes, such as a device mesh, are
-    left out.
+    def __init__(self, **more: Any) -> None:
+        super().__init__(allow_abbrev=False, **more)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises a fault of the usage."""
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def signature(recipe: Callable[..., Any]) -> inspect.Signature:
+    """Gives a recipe's signature, with classes for annotations.
 
     Raises:
-        TypeError: if the recipe needs an argument that cannot be a flag.
+        TypeError: if an annotation names what is not there.
     """
+    try:
+        return inspect.signature(recipe, eval_str=True)
+    except NameError as error:
+        raise TypeError(f"the annotations of a recipe must be names of its module: {error}") from error
+
+
+def parser(name: str, recipe: Callable[..., Any]) -> Parser:
+    """Gives the parser of ``ibm-nodes run NAME``: the flags of every run, then the recipe's.
+
+    Each argument of the recipe that text can give is a flag; what is not given keeps the recipe's default. Mappings are
+    flags that are repeated, ``--data name=url``. Arguments of other classes, such as a device mesh, are left out.
+
+    Raises:
+        TypeError: if the recipe needs an argument that cannot be a flag, or one is named as a flag of every run.
+    """
+    first = (inspect.getdoc(recipe) or "").partition("\n\n")[0]
+    made = Parser(prog=f"ibm-nodes run {name}", description=first.replace("%", "%%"))
+    group = made.add_argument_group("flags of every run")
+    number, amount = _above_zero(int), _above_zero(_count)
+
+    def add(flag: str, **more: Any) -> None:
+        group.add_argument(flag, dest=RUN + flag.strip("-").replace("-", "_"), **more)
+
+    add("--steps", type=number, metavar="N", help="stop after N optimizer steps; else go on until Ctrl-C")
+    add("--seconds", type=_above_zero(float), metavar="X", help="stop after X seconds")
+    add(
+        "--tokens",
+        type=amount,
+        metavar="N",
+        help="stop after N tokens on all ranks, such as 300B; length of the run to check",
+    )
+    add("--pace", type=amount, metavar="N", help="take N tokens a second on this rank, as a trainer would")
+    add("--checkpoint", metavar="URL", help="go on from the newest checkpoint there, if there is any; save at the end")
+    add("--save-every", type=number, metavar="N", help="save every N optimizer steps as well")
+    add("--check", action="store_true", help="only read a block of each dataset, and say what a run would meet")
+    add("--json", action="store_true", help="write the result as one line of JSON")
+    try:
+        _add_flags(made, recipe)
+    except argparse.ArgumentError as error:
+        raise TypeError(f"recipe {name!r} has an argument that is named as a flag of every run: {error}") from error
+    return made
+
+
+def _add_flags(parser: argparse.ArgumentParser, recipe: Callable[..., Any]) -> None:
     described = _descriptions(inspect.getdoc(recipe) or "")
-    for parameter in inspect.signature(recipe, eval_str=True).parameters.values():
+    for parameter in signature(recipe).parameters.values():
         required = parameter.default is parameter.empty
         options = _options(parameter)
         if options is None:
             if required:
                 raise TypeError(
-                    f"the recipe needs {parameter.name!r}, of a class that no flag can give: call the recipe from Python"
+                    f"the recipe needs {parameter.name!r}, which no flag can give: call the recipe from Python"
                 )
             continue
         flag = "--" + SINGULAR.get(parameter.name, parameter.name).replace("_", "-")
@@ -49,11 +106,25 @@ def arguments(recipe: Callable[..., Any], namespace: argparse.Namespace) -> dict
     Raises:
         ValueError: if an entry of a mapping is given twice.
     """
-    given = {name: vars(namespace)[name] for name in inspect.signature(recipe).parameters if name in namespace}
+    given = {name: vars(namespace)[name] for name in signature(recipe).parameters if name in namespace}
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = _mapping(name, value)
     return given
+
+
+def secrets_in(given: Sequence[str]) -> list[str]:
+    """Gives the texts that storage options hold, as they were typed, and that must never be shown."""
+    found = []
+    for flag, text in zip(["", *given], given, strict=False):
+        if text.startswith("--storage-option"):
+            text = text.partition("=")[2]
+        elif not flag.startswith("--storage-option"):
+            continue
+        key, _, value = text.partition("=")
+        if value and SECRET.search(key):
+            found.append(value)
+    return found
 
 
 def secrets(options: Mapping[str, Any]) -> Iterator[str]:
@@ -63,6 +134,22 @@ def secrets(options: Mapping[str, Any]) -> Iterator[str]:
             yield from secrets(value)
         elif isinstance(value, str) and value and SECRET.search(name):
             yield value
+
+
+def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError, OverflowError):
+            if (value := kind(text)) > 0 and math.isfinite(value):
+                return value
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
+
+    return parse
+
+
+def _count(text: str) -> int:
+    """Reads 300000000000, 3e11 or 300B."""
+    unit = UNITS.get(text[-1:].upper(), 1)
+    return round(float(text if unit == 1 else text[:-1]) * unit)
 
 
 def _options(parameter: inspect.Parameter) -> dict[str, Any] | None:

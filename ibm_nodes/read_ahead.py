@@ -82,7 +82,10 @@ class Task(Generic[T]):
                 check_stopped()
             counters.waited_seconds += time.perf_counter() - began
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                self = None  # type: ignore[assignment]  # the error's traceback refers to this frame
         return self._value  # type: ignore[return-value]  # set by _run
 
     def _claim(self) -> bool:
@@ -101,6 +104,7 @@ class Task(Generic[T]):
         self._function = None
         self._status = _DONE
         self._finished.set()
+        self = None  # type: ignore[assignment]  # the error's traceback refers to this frame
 
     def __del__(self) -> None:
         if self._pool is not None:
@@ -109,17 +113,23 @@ class Task(Generic[T]):
 
 class _Pool:
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # reentrant: __del__ of a task may run while it is held
+        self.lock = threading.Lock()
         self._changed = threading.Condition(self.lock)
         self._waiting: deque[Any] = deque()
         self._threads: set[threading.Thread] = set()
         self._idle = 0
         self._used = 0
+        # Sizes to give back. A task may be collected anywhere, also in a thread that another waits for with the lock
+        # held, so its end must take no lock.
+        self._released: deque[int] = deque()
         self._closed = False
         self._number = 0
 
     def submit(self, function: Callable[[], T], size: int) -> Task[T] | None:
+        thread = None
         with self.lock:
+            while self._released:
+                self._used -= self._released.popleft()
             if self._closed or (self._used and self._used + size > BUDGET_BYTES):
                 return None
             self._used += size
@@ -131,12 +141,12 @@ class _Pool:
                 self._number += 1
                 thread = threading.Thread(target=self._work, name=f"ibm_nodes-read-{self._number}", daemon=True)
                 self._threads.add(thread)
-                thread.start()
-            return task
+        if thread is not None:
+            thread.start()
+        return task
 
     def release(self, size: int) -> None:
-        with self.lock:
-            self._used -= size
+        self._released.append(size)
 
     def close(self) -> None:
         with self.lock:
@@ -146,7 +156,8 @@ class _Pool:
             self._changed.notify_all()
         end = time.monotonic() + EXIT_SECONDS
         for thread in threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():
+                thread.join(max(0.0, end - time.monotonic()))
 
     def _work(self) -> None:
         while (task := self._take()) is not None:

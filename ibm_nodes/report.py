@@ -1,4 +1,4 @@
-"""What the command line shows: numbers in words, a run's progress and summary, and the table of a check."""
+"""What the command line shows: a run's progress and summary, the table of a check, and numbers in words."""
 
 import datetime
 from collections.abc import Mapping, Sequence
@@ -10,88 +10,135 @@ from rich.text import Text
 
 Report = Mapping[str, Any]
 
+MAX_WORLD_SIZES = 40
 BOUNDS = {
-    "store": "the store: most of the wait was for reads; more ranks, larger blocks or a nearer bucket would help",
-    "decoding": "decoding: most of the wait was for decoding, mixing and packing on this rank's cores; more ranks would help",
+    "store": "the store: more ranks, larger blocks or a nearer bucket would help",
+    "decoding": "decoding, mixing and packing on this rank's cores: more ranks would help",
     "consumer": "the consumer: data was ready when it was asked for",
 }
+DATASET_HEAD = ("dataset", "tokens", "share", "weight", "passes")
+CHECK_HEAD = ("dataset", "files", "bytes", "tokens", "weight", "passes", "largest id", "column")
 
 
 def count(number: float) -> str:
-    """Writes a number with three digits and a letter: 1.23 M."""
+    """Writes a number with three digits and a letter, such as 1.23 M."""
     for letter in ("", " k", " M", " G"):
-        if abs(number) < 999.5:
+        if number < 999.5:
             return f"{number:.3g}{letter}"
         number /= 1000
-    return f"{number:,.3g} T" if number < 999.5 else f"{number:,.0f} T"
+    return f"{number:.3g} T" if number < 999.5 else f"{number:,.0f} T"
 
 
 def size(number: float) -> str:
-    """Writes a number of bytes: 1.2 MiB."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
+    """Writes a number of bytes, such as 1.2 MiB."""
+    if number < 1024:
+        return f"{number:.0f} bytes"
+    for unit in ("KiB", "MiB", "GiB"):
         number /= 1024
-    return f"{number:,.1f} TiB"
+        if number < 1024:
+            return f"{number:.1f} {unit}"
+    return f"{number / 1024:,.1f} TiB"
 
 
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligns the cells of rows: the first and the last column to the left, the others to the right."""
+    """Aligns the cells of rows, the first of each to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for first, *middle, last in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(middle, widths[1:-1], strict=True))]
-        lines.append("  ".join([*cells, last]).rstrip())
+    for first, *others in rows:
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        lines.append("  ".join(cells))
     return lines
 
 
 def run_line(report: Report, tokens_per_second: float) -> str:
     """Writes the progress of a run as one line."""
     parts = [f"step {report['steps']:,}", f"{count(report['tokens'])} tokens", f"{count(tokens_per_second)} tokens/s"]
-    for name, entry in report["datasets"].items():
-        parts.append(f"{name} {_shares(entry)}, {entry['passes']:.3g} passes")
+    for row in _datasets(report):
+        name, _, share, weight, passes = row
+        parts.append(f"{name} {share} (weight {weight}), {passes} passes")
     return " | ".join([*parts, f"waited {report['waited_seconds']:.1f} s"])
 
 
 def run_panel(title: str, report: Report | None, tokens_per_second: float, seconds: float) -> Group:
-    """Draws the progress of a run for a terminal."""
-    clock = datetime.timedelta(seconds=int(seconds))
+    """Draws the progress of a run on a terminal."""
+    clock = f"  {datetime.timedelta(seconds=int(seconds))}  "
     if report is None:
-        return Group(Text.assemble((title, "bold"), f"  {clock}  waiting for the first batch"))
+        return Group(Text.assemble((title, "bold"), clock, "waiting for the first batch"))
     head = Text.assemble(
         (title, "bold"),
-        f"  {clock}  step {report['steps']:,}  {count(report['tokens'])} tokens  ",
+        f"{clock}step {report['steps']:,}  {count(report['tokens'])} tokens  ",
         (f"{count(tokens_per_second)} tokens/s", "bold"),
         f"  waited {report['waited_seconds']:.1f} s for data",
     )
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("dataset", "tokens", "share", "weight", "passes"):
+    table = Table(box=None, header_style="dim")
+    for name in DATASET_HEAD:
         table.add_column(name, justify="left" if name == "dataset" else "right")
+    for row in _datasets(report):
+        table.add_row(*row)
+    return Group(head, table)
+
+
+def run_summary(report: Report) -> list[str]:
+    """Writes what a run did, and what bounded it."""
+    steps = f"{report['steps']:,} step{'s' if report['steps'] != 1 else ''}"
+    lines = [f"{steps}, {report['tokens']:,} tokens in {report['seconds']:.1f} s"]
+    if not report["batches"]:
+        return [f"{lines[0]}: no batch came"]
+    lines[0] += (
+        f": {count(report['tokens_per_second'])} tokens/s on this rank, after {report['start_seconds']:.1f} s for the "
+        "first batch"
+    )
+    lines += columns([DATASET_HEAD, *_datasets(report)])
+    waited = f"{report['waited_share']:.0%} of the time, {report['store_share']:.0%} for the store"
+    lines.append(f"read {size(report['bytes'])} in {report['requests']:,} requests; waited for data {waited}")
+    return [*lines, f"bounded by {BOUNDS[report['bound']]}"]
+
+
+def check_summary(report: Report) -> list[str]:
+    """Writes what a check found."""
+    rows = [CHECK_HEAD]
     for name, entry in report["datasets"].items():
-        table.add_row(
+        largest_id, vocab_size = entry["largest_id"], entry["vocab_size"]
+        rows.append(
+            (
+                name,
+                f"{entry['files']:,}",
+                size(entry["bytes"]),
+                "?" if entry["tokens"] is None else f"~{count(entry['tokens'])}",
+                f"{entry['share']:.1%}",
+                "-" if entry["passes"] is None else f"~{entry['passes']:.3g}",
+                "?" if largest_id is None else f"{largest_id:,}" + (f" of {vocab_size:,}" if vocab_size else ""),
+                f"{entry['column']}: {entry['type'] or '?'}",
+            )
+        )
+    return [*columns(rows), "", *(f"{name}: {text}" for name, text in _facts(report).items())]
+
+
+def _facts(report: Report) -> dict[str, str]:
+    sizes = [str(size) for size in report["world_sizes"]]
+    if len(sizes) > MAX_WORLD_SIZES:
+        sizes[MAX_WORLD_SIZES // 2 : -MAX_WORLD_SIZES // 2] = ["..."]
+    memory = size(report["memory_bytes"])
+    facts = {
+        "logical shards": f"{report['num_shards']:,}",
+        "world sizes that work": ", ".join(sizes) or "none",
+        "memory of a rank": f"~{memory} at world size {report['world_size']}, beside Python and torch",
+    }
+    if report["num_tokens"] and report["global_batch_size"] and report["seq_len"]:
+        steps = report["num_tokens"] / (report["global_batch_size"] * report["seq_len"])
+        facts["steps"] = f"{steps:,.0f} for {count(report['num_tokens'])} tokens"
+    return facts
+
+
+def _datasets(report: Report) -> list[tuple[str, ...]]:
+    """Gives the rows of the table of datasets."""
+    return [
+        (
             name,
             count(entry.get("tokens", 0)),
             f"{entry.get('share', 1):.1%}",
             f"{entry.get('weight', 1):.1%}",
             f"{entry['passes']:.3f}",
         )
-    return Group(head, table)
-
-
-def run_summary(report: Report) -> list[str]:
-    """Writes what a run did, and what bounded it."""
-    lines = [
-        f"{report['steps']:,} steps, {report['tokens']:,} tokens in {report['seconds']:.1f} s: "
-        f"{count(report['tokens_per_second'])} tokens/s on this rank; the first batch came after {report['start_seconds']:.1f} s"
+        for name, entry in report["datasets"].items()
     ]
-    rows = [("dataset", "tokens", "share", "weight", "passes", "")]
-    for name, entry in report["datasets"].items():
-        share, weight = f"{entry.get('share', 1):.1%}", f"{entry.get('weight', 1):.1%}"
-        rows.append((name, count(entry.get("tokens", 0)), share, weight, f"{entry['passes']:.3f}", ""))
-    lines += columns(rows) if report["datasets"] else []
-    store = report["store"]
-    lines.append(f"read {size(store['bytes'])} in {store['requests']:,} requests")
-    if report["bound"]:
-        lines.append(f"waited for data {report['waited_share']:.0%} of the time, for reads {report['store_share']:.0%}")
-        lines.append(f"bounded by {BOUNDS[report['bound']]}")
-    return lines

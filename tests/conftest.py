@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ibm_nodes import prefetcher, read_ahead
 from ibm_nodes.recipes import object_store
 
 GRACE_S = 3.0
@@ -42,6 +43,15 @@ def bucket(s3: object_store.ObjectStore) -> Bucket:
     """A fresh bucket."""
     url = object_store.make_bucket(s3.storage_options, f"t-{uuid.uuid4().hex[:12]}")
     return Bucket(url, s3.storage_options)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def threads_end_soon() -> Iterator[None]:
+    """Lets idle threads end soon: every test waits for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_ahead, "IDLE_SECONDS", 0.02)
+        patch.setattr(prefetcher, "POLL_SECONDS", 0.002)
+        yield
 
 
 @pytest.fixture(autouse=True)

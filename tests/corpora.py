@@ -110,7 +110,7 @@ def write_mix(url: str, storage_options=None, *, seed=0, stride=20_000) -> dict[
     """Writes three datasets of very unequal size, documents of 0 to 20,000 tokens; gives their prefixes by name."""
     rng = random.Random(seed)
     prefixes = {}
-    for name, num_rows, sizes, longest in (("web", 400, (90, 200), 20_000), ("code", 90, (60,), 9_000), ("books", 7, (), 700)):
+    for name, num_rows, sizes, longest in (("web", 250, (50, 150), 20_000), ("code", 80, (50,), 9_000), ("books", 7, (), 700)):
         lengths = [rng.choice([0, 1, 2, 30, 200, 700, 1500]) for _ in range(num_rows)]
         lengths[1], lengths[-1], lengths[num_rows // 2] = longest, 0, 5
         rows = documents(lengths, first=30_000 * len(prefixes), stride=stride)

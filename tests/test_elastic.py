@@ -20,11 +20,11 @@ import torch
 from ibm_nodes import Batcher, CausalLMCollator, Loader, Mixer, Packer, Prefetcher, Reader, Sharder, Shuffler
 from ibm_nodes.state import merge
 
-EOS, SEQ_LEN, NUM_SHARDS, BATCH = 2, 512, 24, 24
+EOS, SEQ_LEN, NUM_SHARDS, BATCH = 2, 128, 24, 24
 WEIGHTS = {"web": 0.6, "code": 0.3, "books": 0.1}
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12)
 STEPS = 30
-PLAN_STEPS = 10
+PLAN_STEPS = 7
 
 
 def mix(shard, num_shards, *, urls, weights=None, seed=0, storage_options=None):
@@ -154,18 +154,141 @@ def test_every_global_batch_is_the_same_set_of_samples_at_every_world_size(data,
     assert stream == reference
 
 
+def check_plans(numbers, reference, **more):
+    for number in numbers:
+        plan = random_plan(number)
+        stream, _ = run(plan, prefetch_factor=1, **more)
+        assert stream == reference[: BATCH * PLAN_STEPS], f"plan {number}: {plan}"
+
+
 def test_a_hundred_random_plans_of_saves_and_loads_give_the_uninterrupted_batches(moved, reference):
-    for number in range(100):
-        plan = random_plan(number)
-        stream, _ = run(plan, **moved)
-        assert stream == reference[: BATCH * PLAN_STEPS], f"plan {number}: {plan}"
+    check_plans(range(100), reference, **moved)
 
 
-def test_random_plans_of_saves_and_loads_give_the_uninterrupted_batches_over_s3(data, reference):
-    for number in range(100, 110):
-        plan = random_plan(number)
-        stream, _ = run(plan, **data)
-        assert stream == reference[: BATCH * PLAN_STEPS], f"plan {number}: {plan}"
+def test_random_plans_of_saves_and_loads_over_s3_give_the_uninterrupted_batches(data, reference):
+    check_plans(range(10), reference, **data)
+
+
+@pytest.mark.slow
+def test_a_hundred_random_plans_over_s3_give_the_uninterrupted_batches(data, reference):
+    check_plans(range(100), reference, **data)
+
+
+def test_the_plans_save_before_the_first_batch_and_straight_after_a_load():
+    plans = [random_plan(number) for number in range(100)]
+    assert sum(plan[0][1] == 0 for plan in plans) > 10
+    assert sum(any(steps == 0 for _, steps, _ in plan[1:]) for plan in plans) > 10
+    assert {world_size for plan in plans for world_size, _, _ in plan} == set(WORLD_SIZES)
+
+
+def test_the_stream_goes_on_at_another_global_batch_size(moved, reference):
+    rng = random.Random(0)
+    for _ in range(2):
+        stream, state, position = [], None, 0
+        while len(stream) < 10 * BATCH:
+            batch = rng.choice([12, 24, 48])
+            world_size = rng.choice([size for size in WORLD_SIZES if batch % size == 0])
+            ranks = [build(rank, world_size, batch=batch, **moved) for rank in range(world_size)]
+            for loader in ranks:
+                if state is not None:
+                    loader.load_state_dict(state)
+            stream += interleaved([next(iter(loader)) for loader in ranks], position)
+            position += batch
+            state = merge([through_file(loader.state_dict()) for loader in ranks])
+            for loader in ranks:
+                loader.close()
+        assert stream == reference[: len(stream)]
+
+
+@pytest.mark.parametrize("prefetch_factor", [1, 3, 16])
+def test_the_stream_does_not_depend_on_how_far_the_prefetcher_runs_ahead(moved, reference, prefetch_factor):
+    stream, _ = run([(2, 8, 1), (3, 8, 0)], prefetch_factor=prefetch_factor, **moved)
+    assert stream == reference[: len(stream)]
+
+
+def test_the_stream_does_not_depend_on_where_the_dataset_lies(data, moved, reference):
+    stream, state = run([(2, 5, 1)], **data)
+    more, state = run([(4, 5, 0)], state=state, **moved)
+    rest, _ = run([(1, 5, 0)], state=state, **data)
+    assert stream + more + rest == reference[: 15 * BATCH]
+
+
+def test_the_stream_does_not_depend_on_pythonhashseed(moved, reference):
+    expected = hashlib.sha256(b"".join(reference[: 4 * BATCH])).hexdigest()
+    command = [sys.executable, __file__, *moved["urls"].values()]
+    for seed in ("0", "1"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        assert subprocess.run(command, env=environment, capture_output=True, check=True, text=True).stdout == expected
+
+
+def test_another_seed_gives_another_stream_in_every_logical_shard(moved):
+    streams = [run([(1, 8, 0)], seed=seed, **moved)[0] for seed in (0, 1, 2)]
+    for shard in range(NUM_SHARDS):
+        own = [tuple(stream[shard::NUM_SHARDS]) for stream in streams]
+        assert len(set(own)) == 3
+
+
+def test_another_epoch_gives_another_order_in_every_logical_shard_of_some_documents(moved):
+    compared = 0
+    for shard in range(NUM_SHARDS):
+        reader = Reader(moved["urls"]["web"], name="web", shard=shard, num_shards=NUM_SHARDS, epochs=3)
+        orders = {}
+        for document in reader:
+            orders.setdefault(document.epoch, []).append((document.url, document.row))
+        assert sorted(orders) == [0, 1, 2]
+        assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[2])
+        if len(orders[0]) > 5:
+            assert orders[0] != orders[1] != orders[2] != orders[0]
+            compared += 1
+    assert compared > 4
+
+
+def test_adding_a_dataset_or_changing_weights_keeps_the_order_of_documents_in_the_others(moved, tmp_path):
+    extra = corpora.write(f"file://{tmp_path}/a-new-one/", [[corpora.documents([40] * 30, first=95_000)]], "parquet")
+    urls = {"a-new-one": extra, **moved["urls"]}
+    weights = {"a-new-one": 2.0, "web": 0.2, "code": 0.5, "books": 0.3}
+    for shard in range(0, NUM_SHARDS, 5):
+        alone = by_name(mix(shard, NUM_SHARDS, **moved))
+        together = by_name(mix(shard, NUM_SHARDS, urls=urls, weights=weights))
+        for name, order in alone.items():
+            length = min(len(order), len(together[name]))
+            assert order[:length] == together[name][:length]
+
+
+def by_name(node, at_least=6):
+    """The order of documents in each dataset of a mix, until each has so many."""
+    orders = {name: [] for name in node.sources}
+    while min(map(len, orders.values())) < at_least:
+        document = next(node)
+        orders[document.name].append((document.epoch, document.url, document.row))
+    return orders
+
+
+def test_a_state_never_changes_once_it_was_taken(moved):
+    (loader,) = [build(0, 1, prefetch_factor=4, **moved)]
+    iterator = iter(loader)
+    states = []
+    for _ in range(4):
+        next(iterator)
+        state = loader.state_dict()
+        states.append((state, copy.deepcopy(state)))
+    for _ in range(6):
+        next(iterator)
+    loader.close()
+    for state, at_that_time in states:
+        assert state == at_that_time
+    assert len({repr(state) for state, _ in states}) == 4
+
+
+def test_global_random_states_are_left_alone_and_do_not_matter(moved, reference):
+    for seed in (1, 2):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        before = random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()
+        stream, state = run([(2, 3, 1), (3, 3, 1)], **moved)
+        assert (random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()) == before
+        assert stream == reference[: len(stream)]
 
 
 if __name__ == "__main__":
