@@ -3,6 +3,7 @@
 from ibm_nodes.batcher import Batcher, CausalLMCollator
 from ibm_nodes.formats import list_dataset
 from ibm_nodes.items import Document, Place, Sample
+from ibm_nodes.listing import Listing
 from ibm_nodes.loader import Loader
 from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
@@ -12,7 +13,6 @@ from ibm_nodes.recipe import list_recipes, load_recipe
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.shuffler import Shuffler
 from ibm_nodes.stats import stats
-from ibm_nodes.storage import Listing
 
 __all__ = [
     "Batcher",

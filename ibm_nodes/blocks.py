@@ -10,8 +10,9 @@ import pyarrow as pa
 
 from ibm_nodes import formats
 from ibm_nodes.formats.lists import check_ids
+from ibm_nodes.listing import Listing
 from ibm_nodes.permutation import derive_key, permutation
-from ibm_nodes.storage import Listing, Object
+from ibm_nodes.storage import Object
 
 
 class Cursor(NamedTuple):

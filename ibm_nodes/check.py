@@ -10,6 +10,7 @@ from torchdata.nodes import BaseNode, Loader
 from ibm_nodes import formats
 from ibm_nodes.batcher import Batcher
 from ibm_nodes.formats.lists import check_ids
+from ibm_nodes.listing import Listing
 from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
 from ibm_nodes.prefetcher import Prefetcher
@@ -17,7 +18,7 @@ from ibm_nodes.read_ahead import BUDGET_BYTES
 from ibm_nodes.reader import Reader
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.shuffler import Shuffler
-from ibm_nodes.storage import Listing, Object
+from ibm_nodes.storage import Object
 
 N = TypeVar("N")
 

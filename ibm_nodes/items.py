@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 TAG = "__item__"
+KEY_TYPES = (str, int, float, bool)
 
 
 class Document(NamedTuple):
@@ -59,36 +60,48 @@ class Sample(NamedTuple):
 
 
 def freeze(item: Any) -> Any:
-    """Turns an item into plain data that nothing will write to.
+    """Turns an item into plain data that nothing will write to: arrays and bytes become tensors of their own.
+
+    (``torch.save`` writes bytes as text, twice as long, and cannot read empty ones back.)
 
     Args:
         item: nested dicts, lists and tuples of documents, samples, arrays, tensors, str, bytes, numbers, bool, None.
 
     Raises:
-        TypeError: for any other class, which could not be read back with ``torch.load(weights_only=True)``.
+        TypeError: for any other class, which could not be read back with ``torch.load(weights_only=True)``, or would be
+            read back as something else.
     """
-    if isinstance(item, Sample):
-        return {
-            TAG: "sample",
-            "tokens": freeze(item.tokens),
-            "starts": item.starts,
-            "documents": _plain(item.documents),
-        }
-    if isinstance(item, Document):
+    kind = type(item)
+    if kind is Sample:
+        places = tuple([tuple(place) for place in item.documents])
+        return {TAG: "sample", "tokens": freeze(item.tokens), "starts": item.starts, "documents": places}
+    if kind is Document:
         return {TAG: "document", "tokens": freeze(item.tokens), "place": tuple(item[1:])}
-    if isinstance(item, np.ndarray):
-        return _freeze_array(item)
-    if isinstance(item, torch.Tensor):
+    if kind is np.ndarray and item.dtype.kind in "biuf" and item.dtype.isnative:
+        return {TAG: "array", "tensor": torch.from_numpy(np.array(item))}
+    if kind in (dict, list, tuple):
+        return _freeze_container(item)
+    if kind is bytes:
+        return {TAG: "bytes", "tensor": torch.from_numpy(np.frombuffer(item, np.uint8).copy())}
+    if kind is torch.Tensor:
         return item.detach().clone()
-    if isinstance(item, dict):
-        return {key: freeze(value) for key, value in item.items()}
-    if type(item) in (list, tuple):
-        return type(item)(freeze(value) for value in item)
-    if item is None or type(item) in (str, bytes, int, float, bool):
+    if item is None or kind in KEY_TYPES:
         return item
-    raise TypeError(
-        f"a buffered item must be made of plain data, arrays, tensors, Document or Sample, got {type(item).__name__}: "
-        "a state that holds it could not be loaded; convert it before the node that buffers it"
+    raise _refusal(f"an array of {item.dtype}" if kind is np.ndarray else kind.__name__)
+
+
+def _freeze_container(item: Any) -> Any:
+    if not isinstance(item, dict):
+        return type(item)([freeze(value) for value in item])
+    if TAG in item or any(type(key) not in KEY_TYPES for key in item):
+        raise _refusal(f"a dict with the keys {list(item)[:4]}")
+    return {key: freeze(value) for key, value in item.items()}
+
+
+def _refusal(what: str) -> TypeError:
+    return TypeError(
+        f"a buffered item must be made of plain data, arrays of numbers, tensors, Document or Sample, got {what}: "
+        "a state that holds it could not be loaded as it was; convert it before the node that buffers it"
     )
 
 
@@ -97,25 +110,19 @@ def thaw(data: Any) -> Any:
     if isinstance(data, dict):
         tag = data.get(TAG)
         if tag == "array":
-            return np.frombuffer(data["data"], data["dtype"]).reshape(data["shape"])
+            array = data["tensor"].numpy()
+            array.flags.writeable = False
+            return array
         if tag == "sample":
             places = tuple(Place(*place) for place in data["documents"])
             return Sample(thaw(data["tokens"]), tuple(data["starts"]), places)
         if tag == "document":
             return Document(thaw(data["tokens"]), *data["place"])
+        if tag == "bytes":
+            return data["tensor"].numpy().tobytes()
         return {key: thaw(value) for key, value in data.items()}
     if type(data) in (list, tuple):
         return type(data)(thaw(value) for value in data)
     if isinstance(data, torch.Tensor):
         return data.clone()
     return data
-
-
-def _plain(places: tuple[Place, ...]) -> tuple[tuple[Any, ...], ...]:
-    return tuple(tuple(place) for place in places)
-
-
-def _freeze_array(array: np.ndarray) -> dict[str, Any]:
-    if array.dtype.hasobject:
-        raise TypeError(f"a buffered array must hold numbers, got dtype {array.dtype}")
-    return {TAG: "array", "dtype": array.dtype.str, "shape": array.shape, "data": array.tobytes()}

@@ -47,22 +47,28 @@ class Prefetcher(BaseNode[T]):
         self.pin_memory = pin_memory
         self.waited_seconds = 0.0
         self._worker: _Worker | None = None
+        self._leaving: _Worker | None = None
+        self._state: State | None = None
+        self._ended = self._stale = False
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
         self.close()
-        self.source.reset(initial_state)
-        self._state: State | None = None
-        self._ended = self._stale = False
+        before = self._state
+        self._state, self._stale = initial_state, True
+        try:
+            self._settle()
+        except BaseException:
+            self._state = before  # where it stood, and where the next call goes on
+            raise
+        self._state, self._ended = None, False
 
     def next(self) -> T:
         if self._ended:
             raise StopIteration
         if self._worker is None:
+            self._settle()
             self._state = self.get_state()
-            if self._stale:
-                self.source.reset(self._state)
-                self._stale = False
             pin = (
                 torch.cuda.is_available() if self.pin_memory is None else self.pin_memory and torch.cuda.is_available()
             )
@@ -76,8 +82,7 @@ class Prefetcher(BaseNode[T]):
         if error is None:
             self._state = state
             return item
-        self._finalizer()
-        self._worker = None
+        self._end()
         if isinstance(error, StopIteration):
             self._ended = True
             self._state = state
@@ -95,9 +100,22 @@ class Prefetcher(BaseNode[T]):
     def close(self) -> None:
         """Ends the thread; the next call starts another one, after the last item handed out."""
         if self._worker is not None:
-            self._finalizer()
-            self._worker = None
+            self._end()
             self._stale = True
+
+    def _end(self) -> None:
+        assert self._worker is not None
+        self._finalizer()
+        self._leaving, self._worker = self._worker, None
+
+    def _settle(self) -> None:
+        """Puts the source where the state says, once no thread is inside it any more."""
+        if self._leaving is not None:
+            self._leaving.wait()
+            self._leaving = None
+        if self._stale:
+            self.source.reset(self._state)
+            self._stale = False
 
 
 class _Worker:
@@ -119,6 +137,11 @@ class _Worker:
                 if not self._thread.is_alive() and self._queue.empty():
                     raise RuntimeError("the prefetching thread has died without a word") from None
 
+    def wait(self) -> None:
+        """Waits for the thread, which is told to stop, to leave the source."""
+        while self._thread.is_alive():
+            self._thread.join(POLL_SECONDS)
+
     def stop(self) -> None:
         self._stopped.set()
         if self._thread is not threading.current_thread():
@@ -126,7 +149,7 @@ class _Worker:
 
 
 def _fill(source: BaseNode[Any], results: "queue.Queue[Any]", stopped: threading.Event, pin: bool) -> None:
-    stop_waiting_when(stopped)
+    stop_waiting_when(stopped.is_set)
     result: tuple[Any, State | None, BaseException | None]
     while not stopped.is_set():
         try:
@@ -141,6 +164,7 @@ def _fill(source: BaseNode[Any], results: "queue.Queue[Any]", stopped: threading
             except queue.Full:
                 continue
         if result[2] is not None:
+            del result  # the error's traceback refers to this frame
             return
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -39,74 +40,84 @@ counters = Counters()
 _local = threading.local()
 
 
-def stop_waiting_when(stopped: threading.Event) -> None:
-    """Makes every wait of the calling thread end with ``Interrupted`` once the event is set."""
+def stop_waiting_when(stopped: Callable[[], bool]) -> None:
+    """Makes every wait of the calling thread end with ``Interrupted`` once the function says so."""
     _local.stopped = stopped
 
 
 def check_stopped() -> None:
     """Raises Interrupted if the calling thread was told to stop waiting."""
     stopped = getattr(_local, "stopped", None)
-    if stopped is not None and stopped.is_set():
+    if stopped is not None and stopped():
         raise Interrupted("closed while waiting for a read")
 
 
+class _Job(Generic[T]):
+    """A read, in the hands of the pool and of the task that asked for it."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.function: Callable[[], T] | None = function
+        self.lock = threading.Lock()
+        self.status = _NEW
+        self.finished = threading.Event()
+        self.value: T | None = None
+        self.error: BaseException | None = None
+        self.abandoned = False
+
+    def claim(self) -> bool:
+        with self.lock:
+            claimed = self.status == _NEW
+            if claimed:
+                self.status = _RUNNING
+            return claimed
+
+    def run(self) -> None:
+        assert self.function is not None
+        try:
+            self.value = self.function()
+        except BaseException as error:  # raised again where the result is asked for
+            self.error = error
+        self.function = None
+        self.status = _DONE
+        self.finished.set()
+        self = None  # type: ignore[assignment]  # the error's traceback refers to this frame
+
+
 class Task(Generic[T]):
-    """A read that may run in the pool before its result is asked for; nobody's until then."""
+    """A read that may run in the pool before its result is asked for. Dropping it gives the read up."""
 
     def __init__(self, function: Callable[[], T], *, pool: "_Pool | None" = None, size: int = 0) -> None:
+        self._job = _Job(function)
         self._pool = pool
-        self._lock = threading.Lock()
-        self._function: Callable[[], T] | None = function
-        self._status = _NEW
-        self._finished = threading.Event()
-        self._value: T | None = None
-        self._error: BaseException | None = None
         self._size = size
 
     def done(self) -> bool:
         """Tells whether the result is there."""
-        return self._status == _DONE
+        return self._job.status == _DONE
 
     def peek(self) -> T | None:
         """Gives the result if it is there and no error, else None."""
-        return self._value
+        return self._job.value
 
     def result(self) -> T:
         """Gives the result, running the read in this thread if no other has begun it; raises its error."""
-        if self._status != _DONE:
+        job = self._job
+        if job.status != _DONE:
             began = time.perf_counter()
-            if self._claim():
-                self._run()
-            while not self._finished.wait(POLL_SECONDS):
+            if job.claim():
+                job.run()
+            while not job.finished.wait(POLL_SECONDS):
                 check_stopped()
             counters.waited_seconds += time.perf_counter() - began
-        if self._error is not None:
+        if job.error is not None:
             try:
-                raise self._error
+                raise job.error
             finally:
-                self = None  # type: ignore[assignment]  # the error's traceback refers to this frame
-        return self._value  # type: ignore[return-value]  # set by _run
-
-    def _claim(self) -> bool:
-        with self._lock:
-            claimed = self._status == _NEW
-            if claimed:
-                self._status = _RUNNING
-            return claimed
-
-    def _run(self) -> None:
-        assert self._function is not None
-        try:
-            self._value = self._function()
-        except BaseException as error:  # raised again where the result is asked for
-            self._error = error
-        self._function = None
-        self._status = _DONE
-        self._finished.set()
-        self = None  # type: ignore[assignment]  # the error's traceback refers to this frame
+                del self, job  # the error's traceback refers to this frame
+        return job.value  # type: ignore[return-value]  # set by run
 
     def __del__(self) -> None:
+        self._job.abandoned = True
         if self._pool is not None:
             self._pool.release(self._size)
 
@@ -134,7 +145,7 @@ class _Pool:
                 return None
             self._used += size
             task = Task(function, pool=self, size=size)
-            self._waiting.append(task)
+            self._waiting.append(task._job)
             if self._idle >= len(self._waiting):
                 self._changed.notify()
             elif len(self._threads) < MAX_THREADS:
@@ -160,12 +171,13 @@ class _Pool:
                 thread.join(max(0.0, end - time.monotonic()))
 
     def _work(self) -> None:
-        while (task := self._take()) is not None:
-            if task._claim():
-                task._run()
-            del task
+        while (job := self._take()) is not None:
+            stop_waiting_when(partial(getattr, job, "abandoned"))
+            if not job.abandoned and job.claim():
+                job.run()
+            _local.stopped = job = None
 
-    def _take(self) -> "Task[Any] | None":
+    def _take(self) -> "_Job[Any] | None":
         with self.lock:
             end = time.monotonic() + IDLE_SECONDS
             self._idle += 1
@@ -173,8 +185,8 @@ class _Pool:
                 self._changed.wait(end - time.monotonic())
             self._idle -= 1
             if self._waiting and not self._closed:
-                task: Task[Any] = self._waiting.popleft()
-                return task
+                job: _Job[Any] = self._waiting.popleft()
+                return job
             self._threads.discard(threading.current_thread())
             return None
 

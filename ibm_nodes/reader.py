@@ -9,10 +9,11 @@ from torchdata.nodes import BaseNode
 from ibm_nodes import formats
 from ibm_nodes.blocks import Block, Blocks, Cursor
 from ibm_nodes.items import Document
+from ibm_nodes.listing import Listing, current_session
 from ibm_nodes.permutation import Seed, check_seed
 from ibm_nodes.read_ahead import Task, read_ahead
 from ibm_nodes.state import State, check_keys, check_settings
-from ibm_nodes.storage import Listing, Options, current_session
+from ibm_nodes.storage import Options
 
 FIRST_READ_BYTES = 1 << 20
 MAX_DEPTH = 8
@@ -156,14 +157,14 @@ class Reader(BaseNode[Document]):
         if self._queue and self._queue[0][0] != self._at:
             self._queue.clear()
         late = not (self._queue and self._queue[0][1].done())
-        task = self._queue[0][1] if self._queue else Task(partial(self._blocks.load, self._at))
+        if not self._queue:
+            self._queue.append((self._at, Task(partial(self._blocks.load, self._at))))
         try:
-            block = task.result()
+            block = self._queue[0][1].result()
         except BaseException:
             self._queue.clear()  # so that the next call tries again
             raise
-        if self._queue:
-            self._queue.popleft()
+        self._queue.popleft()
         if late and self._settings["listing"] is not None:
             self._depth = min(self._depth + 1, MAX_DEPTH)
         if self._settings["listing"] is None:

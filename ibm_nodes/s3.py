@@ -27,6 +27,9 @@ RENEWED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidToken", "Reque
 CHANGED_STATUS = {412, 416}
 
 
+_jitter = random.Random()  # the global generator is the user's
+
+
 class ShortRead(OSError):
     """An answer ended early or was not what was asked for."""
 
@@ -102,7 +105,7 @@ async def read_range(fs: Any, path: str, start: int, end: int, etag: str | None)
                 "check the endpoint, then go on from the last state"
             ) from cause
         await asyncio.sleep(
-            random.uniform(0.5, 1) * min(MAX_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** min(attempt, 10))
+            _jitter.uniform(0.5, 1) * min(MAX_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** min(attempt, 10))
         )
 
 

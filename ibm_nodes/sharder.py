@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from ibm_nodes.listing import ListingSession
 from ibm_nodes.state import SHARDS_KEY, State, check_keys, check_settings
-from ibm_nodes.storage import ListingSession
 
 T = TypeVar("T")
 
@@ -67,9 +67,6 @@ class Sharder(BaseNode[T]):
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
-        self._graphs: dict[int, BaseNode[T]] = {}
-        self._moved: set[int] = set()
-        self._listings = ListingSession()
         owned = range(self.rank, self.num_shards, self.world_size)
         if initial_state is None:
             position, saved = 0, {}
@@ -83,34 +80,44 @@ class Sharder(BaseNode[T]):
                     "owns: load the states of all ranks, merged"
                 )
         self._position = position
-        self._states: dict[int, Any] = {shard: saved.get(shard) for shard in owned}
+        self._graphs: dict[int, BaseNode[T]] = {}
+        self._moved: set[int] = set()
+        self._listings = ListingSession()
         self._ended: set[int] = set()
+        # For each shard its number of turns so far, and its graph's state.
+        self._states: dict[int, tuple[int, Any]] = {shard: saved.get(shard) or (0, None) for shard in owned}
+        self._turns = {shard: turns for shard, (turns, _) in self._states.items()}
+        self._next = min(turns * self.num_shards + shard for shard, turns in self._turns.items())
 
     def next(self) -> T:
-        turn = self._position + (self.rank - self._position) % self.world_size
+        turn = self._next
         while len(self._ended) < len(self._states):
             shard = turn % self.num_shards
-            turn += self.world_size
+            if self._turns[shard] * self.num_shards + shard > turn or (shard in self._ended and self.filler is None):
+                turn += self.world_size
+                continue
             if shard in self._ended:
-                if self.filler is None:
-                    continue
                 item = self.filler
             else:
                 self._prepare(shard)
-                self._moved.add(shard)
+                self._moved.add(shard)  # also if it fails: it may have moved within
                 try:
                     item = next(self._graphs[shard])
                 except StopIteration:
                     self._ended.add(shard)
-                    turn -= self.world_size
                     continue
-            self._position = turn - (self.rank - self._position) % self.world_size
-            return item
+            self._turns[shard] += 1
+            self._moved.add(shard)
+            self._next = turn + self.world_size
+            self._position += self.world_size
+            return item  # type: ignore[return-value]  # a filler that is used is not None
         raise StopIteration
 
     def get_state(self) -> State:
         for shard in self._moved:
-            self._states[shard] = self._graphs[shard].state_dict()
+            graph = self._graphs.get(shard)
+            state = self._states[shard][1] if graph is None else graph.state_dict()
+            self._states[shard] = self._turns[shard], state
         self._moved.clear()
         return {
             self.POSITION_KEY: self._position,
@@ -127,5 +134,5 @@ class Sharder(BaseNode[T]):
             if ahead not in self._graphs:
                 graph = self.graph(ahead, self.num_shards)
                 with self._listings:
-                    graph.reset(self._states[ahead])
+                    graph.reset(self._states[ahead][1])
                 self._graphs[ahead] = graph

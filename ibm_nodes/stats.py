@@ -19,7 +19,7 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
         data, and ``skipped``, documents without tokens. Tokens that wait in buffers count as drawn.
     """
     state = loader.state_dict()
-    shards = [shard for shard in state.get(SHARDS_KEY, {0: state}).values() if shard is not None]
+    shards = list(state.get(SHARDS_KEY, {0: state}).values())
     return {
         "position": state.get("position"),
         "waited_seconds": sum(getattr(node, "waited_seconds", 0.0) for node in _chain(loader.root)),

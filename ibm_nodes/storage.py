@@ -1,29 +1,23 @@
-"""Object storage: lists prefixes, reads ranges of what was listed, writes objects; alone in knowing fsspec."""
+"""Object storage: finds objects, reads ranges of them, writes them. The only module that knows fsspec."""
 
 import asyncio
-import contextvars
-import hashlib
 import itertools
 import os
 import posixpath
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from ibm_nodes import s3
-from ibm_nodes.once import Once
 from ibm_nodes.read_ahead import POLL_SECONDS, check_stopped, counters
 
 T = TypeVar("T")
 Options = Mapping[str, Any] | None
 
-CACHED_FILES = 512
-CACHED_BLOCKS = 4096
 NUM_TRIES = 4
 
 
@@ -43,109 +37,6 @@ class Object(NamedTuple):
     version: str | None
 
 
-class Listing:
-    """The objects of a dataset, sorted by key: what the order of its documents depends on.
-
-    Args:
-        url: the prefix, or one object.
-        objects: what is under it.
-        storage_options: fsspec's options for its store. They never show in a state, an error or a repr.
-
-    Attributes:
-        starts: where each object begins in the dataset's bytes, and, last, their sum.
-        digest: a hash of keys and sizes.
-    """
-
-    def __init__(self, url: str, objects: Sequence[Object], storage_options: Options = None) -> None:
-        self.url = url
-        self.objects = sorted(objects, key=lambda item: item.key)
-        self.starts = [0, *itertools.accumulate(item.size for item in self.objects)]
-        text = "\n".join(f"{item.key}\0{item.size}" for item in self.objects)
-        self.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-        self.storage_options = storage_options
-        self._files: Once[Any] = Once(CACHED_FILES)
-        self._blocks: Once[Any] = Once(CACHED_BLOCKS, weak=True)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Listing, (self.url, self.objects, self.storage_options)
-
-    def __str__(self) -> str:
-        return f"{len(self.objects)} files of {self.starts[-1]} bytes (listing {self.digest})"
-
-    def file(self, key: Any, make: Callable[[], T]) -> T:
-        """Gives what ``make`` opens, once for all who ask with the same key."""
-        opened: T = self._files.get(key, make)
-        return opened
-
-    def block(self, key: Any, make: Callable[[], T]) -> T:
-        """Gives what ``make`` reads, once for all who hold it at the same time."""
-        block: T = self._blocks.get(key, make)
-        return block
-
-    def read(self, item: Object, start: int, end: int) -> bytes | bytearray:
-        """Reads bytes [start, end) of an object, as it was listed.
-
-        Raises:
-            OSError: if it has changed, is gone, or cannot be read.
-        """
-        return read(item, start, end, self.storage_options)
-
-
-class ListingSession:
-    """Within it, readers of the same prefix share one listing: ``with session: reader.reset(state)``."""
-
-    def __init__(self) -> None:
-        self._listings: Once[Listing] = Once(None)
-        self._tokens: list[contextvars.Token[ListingSession | None]] = []
-
-    def __enter__(self) -> "ListingSession":
-        self._tokens.append(_session.set(self))
-        return self
-
-    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
-        _session.reset(self._tokens.pop())
-
-    def listing(self, url: str, storage_options: Options, suffixes: tuple[str, ...]) -> Listing:
-        """Gives the listing of a prefix, made at the first call."""
-        key = (url, suffixes, repr(sorted((storage_options or {}).items(), key=str)))
-        return self._listings.get(key, lambda: list_objects(url, storage_options, suffixes))
-
-
-_session: contextvars.ContextVar[ListingSession | None] = contextvars.ContextVar("session", default=None)
-
-
-def current_session() -> ListingSession:
-    """Gives the session that the caller is in, or a new one."""
-    return _session.get() or ListingSession()
-
-
-def list_objects(url: str, storage_options: Options = None, suffixes: tuple[str, ...] = ("",)) -> Listing:
-    """Lists a prefix afresh, in one go.
-
-    Left out: empty objects, and below the prefix names that begin with ``_`` or ``.`` and endings not in
-    ``suffixes``. A URL of one object is always read.
-
-    Raises:
-        FileNotFoundError: if there is nothing to read.
-        PermissionError, ConnectionError, OSError: as the store says.
-    """
-    fs, root = _filesystem(url, storage_options)
-    found = _retried(lambda: fs.find(root, detail=True), url)
-    base = url.rstrip("/")
-    objects = []
-    for path, info in found.items():
-        key = path[len(root) :].lstrip("/")
-        if info["type"] == "file" and info["size"] and (not key or _is_data(key, suffixes)):
-            full = f"{base}/{key}" if key else url
-            objects.append(Object(full, key or posixpath.basename(path), int(info["size"]), _version(info)))
-    if not objects:
-        seen = f"{len(found)} other objects" if found else "nothing"
-        raise FileNotFoundError(
-            f"no data under {url}: it holds {seen}; give a prefix with files that end in one of {', '.join(suffixes)}"
-        )
-    return Listing(url, objects, storage_options)
-
-
 def read(item: Object, start: int, end: int, storage_options: Options = None) -> bytes | bytearray:
     """Reads bytes [start, end) of an object that was listed: all of them, of that version, or an error."""
     fs, path = _filesystem(item.url, storage_options)
@@ -154,8 +45,9 @@ def read(item: Object, start: int, end: int, storage_options: Options = None) ->
         if isinstance(fs, LocalFileSystem):
             return _read_local(path, start, end, item.version)
         if hasattr(fs, "set_session"):
-            return _wait(s3.read_range(fs, path, start, end, item.version), fs.loop)
-        data: bytes = _retried(lambda: fs.cat_file(path, start=start, end=end), item.url)
+            got: bytearray = _wait(s3.read_range(fs, path, start, end, item.version), fs.loop)
+            return got
+        data: bytes = _retried(lambda: _call(fs, "cat_file", path, start=start, end=end), item.url)
         if len(data) != end - start:
             raise OSError(
                 f"{item.url} bytes {start} to {end}: only {len(data)} bytes came; has it changed since it was listed?"
@@ -171,7 +63,7 @@ def write(url: str, data: bytes, storage_options: Options = None) -> None:
     """Writes an object whole or not at all: one PUT, or a temporary file, fsync and rename."""
     fs, path = _filesystem(url, storage_options)
     if not isinstance(fs, LocalFileSystem):
-        _retried(lambda: fs.pipe_file(path, data), url)
+        _retried(lambda: _call(fs, "pipe_file", path, data), url)
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
@@ -183,15 +75,36 @@ def write(url: str, data: bytes, storage_options: Options = None) -> None:
 
 
 def find(url: str, storage_options: Options = None) -> list[Object]:
-    """Lists every object under a prefix, as it is now; nothing there is an empty list."""
+    """Lists every object under a prefix, or one object, as it is now; nothing there is an empty list.
+
+    Raises:
+        FileNotFoundError: if there is no such bucket.
+        PermissionError, ConnectionError, OSError: as the store says.
+    """
     fs, root = _filesystem(url, storage_options)
-    try:
-        found = _retried(lambda: fs.find(root, detail=True), url)
-    except FileNotFoundError:
-        return []
-    base = url.rstrip("/")
-    keys = {path[len(root) :].lstrip("/"): info for path, info in found.items()}
-    return [Object(f"{base}/{key}", key, int(info["size"]), _version(info)) for key, info in sorted(keys.items())]
+    objects = []
+    for path, info in _find(fs, root, url).items():
+        key = path[len(root) :].lstrip("/")
+        full = f"{url.rstrip('/')}/{key}" if key else url
+        objects.append(Object(full, key or posixpath.basename(path), int(info["size"]), _version(info)))
+    return objects
+
+
+def _find(fs: Any, root: str, url: str) -> dict[str, dict[str, Any]]:
+    """Finds the files under a prefix, with sizes and versions; a link on a disk is the file that it leads to."""
+    found = _retried(lambda: _call(fs, "find", root, detail=True), url)
+    for path, info in found.items():
+        if info.get("islink") and os.path.isfile(path):
+            status = os.stat(path)
+            info.update(type="file", size=status.st_size, mtime=status.st_mtime)
+    return {path: info for path, info in found.items() if info["type"] == "file"}
+
+
+def _call(fs: Any, name: str, *arguments: Any, **options: Any) -> Any:
+    """Calls a method of a filesystem; a wait for the network can be given up."""
+    if getattr(fs, "async_impl", False):
+        return _wait(getattr(fs, f"_{name}")(*arguments, **options), fs.loop)
+    return getattr(fs, name)(*arguments, **options)
 
 
 def _read_local(path: str, start: int, end: int, version: str | None) -> bytes:
@@ -213,24 +126,18 @@ def _read_local(path: str, start: int, end: int, version: str | None) -> bytes:
         os.close(file)
 
 
-def _wait(coroutine: Any, loop: asyncio.AbstractEventLoop) -> bytearray:
+def _wait(coroutine: Any, loop: asyncio.AbstractEventLoop) -> Any:
     future = asyncio.run_coroutine_threadsafe(coroutine, loop)
     try:
         while True:
             try:
-                data: bytearray = future.result(POLL_SECONDS)
-                return data
+                return future.result(POLL_SECONDS)
             except TimeoutError:
                 if future.done():
                     raise
                 check_stopped()
     finally:
         future.cancel()
-
-
-def _is_data(key: str, suffixes: tuple[str, ...]) -> bool:
-    hidden = any(part.startswith(("_", ".")) for part in key.split("/"))
-    return not hidden and key.lower().endswith(suffixes)
 
 
 def _version(info: Mapping[str, Any]) -> str | None:
@@ -252,7 +159,10 @@ def _filesystem(url: str, storage_options: Options) -> tuple[Any, str]:
         if key not in _filesystems:
             if protocol in ("s3", "s3a"):
                 options = s3.client_options(options)
-            _filesystems[key] = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+            try:
+                _filesystems[key] = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+            except (TypeError, ValueError, ImportError) as error:
+                raise ValueError(f"{url} cannot be opened: {error}: check the URL and storage_options") from error
         fs = _filesystems[key]
     return fs, fs._strip_protocol(url)
 
@@ -272,8 +182,10 @@ def _retried(call: Callable[[], T], url: str) -> T:
         check_stopped()
         try:
             return call()
-        except (FileNotFoundError, PermissionError):
-            raise
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{url} is not there: {error}: check the bucket and the prefix") from error
+        except PermissionError as error:
+            raise PermissionError(f"{url} cannot be read: {error}: check the credentials and the policy") from error
         except _client_errors() as error:
             if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
                 raise PermissionError(f"{url} cannot be read: {error}: give storage_options, or anon=True") from error

@@ -27,6 +27,8 @@ def data_parallel(rank: int | None, world_size: int | None, mesh: DeviceMesh | N
     if (rank is None) != (world_size is None):
         raise ValueError(f"rank and world_size must be given together, got rank={rank} and world_size={world_size}")
     if rank is not None and world_size is not None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank must be from 0 to world_size - 1, got rank={rank} and world_size={world_size}")
         return rank, world_size
     if mesh is not None:
         return _place(mesh)

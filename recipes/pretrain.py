@@ -106,6 +106,9 @@ def pretrain(
         buffer_size=buffer_size,
     )
     graph(0, num_shards)  # checks the arguments of all nodes; touches no data
+    for name, token in (("eos_id", eos_id), ("bos_id", bos_id)):
+        if vocab_size is not None and token is not None and token >= vocab_size:
+            raise ValueError(f"{name} must be below vocab_size={vocab_size}, got {token}: the model could not embed it")
     settings = {"datasets": {name: listing.digest for name, listing in listings.items()}, "weights": dict(weights)}
     settings |= {key: value for key, value in graph.keywords.items() if key not in ("listings", "weights")}
     check_agreement(
@@ -164,10 +167,15 @@ def _batch_size(global_batch_size: int, micro_batch_size: int | None, world_size
     unit = world_size * (micro_batch_size or 1)
     if global_batch_size % unit:
         what = "world_size" if micro_batch_size is None else "world_size x micro_batch_size"
-        near = max(unit, global_batch_size // unit * unit)
+        sizes = (size for size in range(world_size, 0, -1) if global_batch_size % (size * (micro_batch_size or 1)) == 0)
+        smaller = next(sizes, None)
         raise ValueError(
-            f"global_batch_size must be a multiple of {what} = {unit}, got {global_batch_size}: {near} would be the "
-            "nearest below, or change the number of ranks"
+            f"global_batch_size must be a multiple of {what} = {unit}, got {global_batch_size}: "
+            + (
+                f"the next smaller world_size that fits is {smaller}"
+                if smaller
+                else "choose a micro_batch_size that divides it"
+            )
         )
     return micro_batch_size or global_batch_size // world_size
 

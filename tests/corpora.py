@@ -1,7 +1,7 @@
-"""Corpora that name themselves, as Arrow IPC and Parquet files, and a reading of them that shares no code with the product.
+"""Corpora that name themselves, as Arrow IPC and Parquet files, and a reading of them by pyarrow alone.
 
-Position p of document d is the token ``stride * d + p``, so that every token says where it is from, and a loss, a repeat
-or a wrong place is visible.
+Position p of document d is the token ``stride * d + p``, so that every token says where it is from, and a loss, a
+repeat or a wrong place is visible.
 """
 
 import io
@@ -110,7 +110,11 @@ def write_mix(url: str, storage_options=None, *, seed=0, stride=20_000) -> dict[
     """Writes three datasets of very unequal size, documents of 0 to 20,000 tokens; gives their prefixes by name."""
     rng = random.Random(seed)
     prefixes = {}
-    for name, num_rows, sizes, longest in (("web", 250, (50, 150), 20_000), ("code", 80, (50,), 9_000), ("books", 7, (), 700)):
+    for name, num_rows, sizes, longest in (
+        ("web", 250, (50, 150), 20_000),
+        ("code", 80, (50,), 9_000),
+        ("books", 7, (), 700),
+    ):
         lengths = [rng.choice([0, 1, 2, 30, 200, 700, 1500]) for _ in range(num_rows)]
         lengths[1], lengths[-1], lengths[num_rows // 2] = longest, 0, 5
         rows = documents(lengths, first=30_000 * len(prefixes), stride=stride)

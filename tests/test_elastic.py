@@ -6,7 +6,6 @@ The graph is the README's: three readers, a mix, packing, shuffling, logical sha
 import copy
 import functools
 import hashlib
-import io
 import os
 import random
 import subprocess
@@ -16,6 +15,7 @@ import corpora
 import numpy as np
 import pytest
 import torch
+from sources import same, stored
 
 from ibm_nodes import Batcher, CausalLMCollator, Loader, Mixer, Packer, Prefetcher, Reader, Sharder, Shuffler
 from ibm_nodes.state import merge
@@ -46,13 +46,6 @@ def build(rank, world_size, *, batch=BATCH, prefetch_factor=2, **more):
     return Loader(Prefetcher(node, prefetch_factor=prefetch_factor))
 
 
-def through_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 def run(plan, *, state=None, **more):
     """The samples of the global stream, in its order, that a plan of (world size, steps, steps lost) gives.
 
@@ -70,7 +63,7 @@ def run(plan, *, state=None, **more):
             batches = [next(iterator) for iterator in iterators]
             stream += interleaved(batches, position)
             position += len(batches) * len(batches[0]["input_ids"])
-        states = [through_file(loader.state_dict()) for loader in ranks]
+        states = [stored(loader.state_dict()) for loader in ranks]
         for _ in range(lost):
             for iterator in iterators:
                 next(iterator)
@@ -194,7 +187,7 @@ def test_the_stream_goes_on_at_another_global_batch_size(moved, reference):
                     loader.load_state_dict(state)
             stream += interleaved([next(iter(loader)) for loader in ranks], position)
             position += batch
-            state = merge([through_file(loader.state_dict()) for loader in ranks])
+            state = merge([stored(loader.state_dict()) for loader in ranks])
             for loader in ranks:
                 loader.close()
         assert stream == reference[: len(stream)]
@@ -276,7 +269,7 @@ def test_a_state_never_changes_once_it_was_taken(moved):
         next(iterator)
     loader.close()
     for state, at_that_time in states:
-        assert state == at_that_time
+        assert same(state, at_that_time)
     assert len({repr(state) for state, _ in states}) == 4
 
 

@@ -11,7 +11,7 @@ import pytest
 from ibm_nodes.formats import ArrowFile, ParquetFile
 from ibm_nodes.formats.arrow import BLOCK_BYTES
 from ibm_nodes.formats.parquet import PART_BYTES, WINDOW_BYTES
-from ibm_nodes.storage import Listing, list_objects
+from ibm_nodes.listing import Listing, list_objects
 
 MIB = 1 << 20
 ORDINARY = pa.default_memory_pool()

@@ -14,7 +14,7 @@ from ibm_nodes import Document, Place, Sample
 from ibm_nodes.items import TAG, freeze, thaw
 
 FEW = settings(max_examples=150, deadline=None, database=None)
-DTYPES = ["u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8", "?", ">i4", ">u8"]
+DTYPES = ["u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f4", "f8", "?"]
 Pair = namedtuple("Pair", "left right")
 
 

@@ -9,14 +9,7 @@ import corpora
 import pytest
 import torch
 
-from ibm_nodes import read_ahead
 from ibm_nodes.recipes import object_store
-
-
-@pytest.fixture(autouse=True)
-def reading_threads_end_at_once(monkeypatch):
-    """So that no test waits for them."""
-    monkeypatch.setattr(read_ahead, "IDLE_SECONDS", 0.05)
 
 
 def write(url, num_files, storage_options=None):

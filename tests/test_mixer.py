@@ -169,17 +169,16 @@ def squares(values):
 def deviations(weights, lengths, num_tokens):
     """The standard deviation of each dataset's share of so many tokens if each document were drawn by itself.
 
-    Source j is drawn with a probability p_j in proportion to weight / mean length, which gives it its share of tokens. The
-    share is a ratio of sums over documents; its variance is that of len * ([from i] - w_i), over documents times mean^2.
+    Source j is drawn with a probability p_j in proportion to weight / mean length, which gives it its share of tokens.
+    The share is a ratio of sums over documents; its variance is that of length * ([from i] - w_i), over the number of
+    documents times the square of their mean length.
     """
     chances = {name: weight / mean(lengths[name]) for name, weight in weights.items()}
     chances = {name: chance / sum(chances.values()) for name, chance in chances.items()}
     length = sum(chances[name] * mean(lengths[name]) for name in weights)
     return {
         name: math.sqrt(
-            sum(
-                chances[other] * squares(lengths[other]) * ((other == name) - weights[name]) ** 2 for other in weights
-            )
+            sum(chances[other] * squares(lengths[other]) * ((other == name) - weights[name]) ** 2 for other in weights)
             / (num_tokens / length * length**2)
         )
         for name in weights
@@ -239,7 +238,7 @@ def test_a_dataset_that_is_added_has_its_share_of_every_global_batch_at_once(kin
 
 @pytest.mark.parametrize("weights", [(0.4, 0.3, 0.3), (0.05, 0.94, 0.01), (0.985, 0.005, 0.01)], ids=str)
 def test_weights_that_change_hold_in_every_global_batch_after_two(weights):
-    """Not in the first two: credits are kept, so that in each logical shard a dataset may lag by up to two documents."""
+    """Not in the first two: credits are kept, so that in each logical shard a dataset may lag by two documents."""
     lengths = lengths_by_dataset("lognormal")
     weights = dict(zip(RARE, weights, strict=True))
     before, after = mixes(lengths, RARE), mixes(lengths, weights)
@@ -288,7 +287,11 @@ def test_weights_of_any_sum_and_class_are_fine():
     expected = first(three())
     assert first(three({"a": 0.6 * 8, "b": 0.3 * 8, "c": 0.1 * 8})) == expected
     assert first(three({"a": 2, "b": 1, "c": 1})) == first(three({"a": 0.5, "b": 0.25, "c": 0.25}))
-    for weights in ({"a": 6, "b": 3, "c": 1}, {"a": 6e-300, "b": 3e-300, "c": 1e-300}, {"a": 6e300, "b": 3e300, "c": 1e300}):
+    for weights in (
+        {"a": 6, "b": 3, "c": 1},
+        {"a": 6e-300, "b": 3e-300, "c": 1e-300},
+        {"a": 6e300, "b": 3e300, "c": 1e300},
+    ):
         check_shares(three(weights), {"a": 0.6, "b": 0.3, "c": 0.1}, 3000, 500)
 
 

@@ -25,17 +25,10 @@ from ibm_nodes import (
     Reader,
     Sharder,
     Shuffler,
-    read_ahead,
 )
 from ibm_nodes.testing import assert_rescales, assert_resumes
 
 EOS, BOS = 2, 1
-
-
-@pytest.fixture(autouse=True)
-def reading_threads_end_at_once(monkeypatch):
-    """So that no test waits for them."""
-    monkeypatch.setattr(read_ahead, "IDLE_SECONDS", 0.05)
 
 
 def take(node, count=None):

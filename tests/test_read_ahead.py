@@ -225,7 +225,7 @@ def test_a_wait_ends_when_it_is_told_to(gate):
     stopped, ended = threading.Event(), []
 
     def wait():
-        stop_waiting_when(stopped)
+        stop_waiting_when(stopped.is_set)
         with pytest.raises(Interrupted):
             task.result()
         ended.append(time.monotonic())

@@ -11,6 +11,7 @@ import pytest
 from fault_proxy import Fault, FaultProxy, Request
 
 from ibm_nodes import read_ahead, s3, storage
+from ibm_nodes.listing import list_objects
 from ibm_nodes.recipes import object_store
 
 SIZE = 1 << 20
@@ -57,7 +58,7 @@ class Store:
         self.direct.pipe_file(self.url, data)
 
     def list(self):
-        return storage.list_objects(self.prefix, self.options)
+        return list_objects(self.prefix, self.options)
 
     def read(self, start=START, end=END):
         return bytes(storage.read(self.item, start, end, self.options))
@@ -289,7 +290,7 @@ def test_a_wait_ends_when_it_is_told_to_and_drops_the_connection(store, proxy):
     stopped, caught = threading.Event(), []
 
     def wait():
-        read_ahead.stop_waiting_when(stopped)
+        read_ahead.stop_waiting_when(stopped.is_set)
         with pytest.raises(read_ahead.Interrupted) as raised:
             store.read()
         caught.append(raised.value)

@@ -27,17 +27,10 @@ from ibm_nodes import (
     Sharder,
     Shuffler,
     checkpoint,
-    read_ahead,
 )
 from ibm_nodes.recipes.pretrain import pretrain
 
 NUM_RANKS = 4
-
-
-@pytest.fixture(autouse=True)
-def reading_threads_end_at_once(monkeypatch):
-    """So that no test waits for them."""
-    monkeypatch.setattr(read_ahead, "IDLE_SECONDS", 0.05)
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ NUM_LABELS, NUM_FILES, NUM_SHARDS, BATCH = 10, 200, 240, 240
 SEQ_LEN, MEAN_LENGTH, STRIDE = 256, 40, 1000
 FIRST_BATCH, NUM_BATCHES = 20, 200
 EOS = 0
+CASES = [("arrow", NUM_SHARDS), ("parquet", NUM_SHARDS), ("arrow", NUM_SHARDS // 2)]
 
 
-def write_sorted(url, form, *, rows_per_batch=50, seed=0):
-    """200 files of unequal size, sorted by label: the first twentieth to the last; gives each document's label and length.
+def write_sorted(url, form, *, rows_per_batch=2000, seed=0):
+    """200 files of unequal size, sorted by label; gives each document's label and length.
 
     Document d is the tokens ``STRIDE * d + 1`` and on, so that a token tells its document.
     """
@@ -59,57 +60,61 @@ def global_batches(url, num_shards, num_batches):
         yield tokens[tokens != EOS] // STRIDE
 
 
-@pytest.mark.parametrize(("form", "num_shards"), [("arrow", NUM_SHARDS), ("parquet", NUM_SHARDS), ("arrow", 120)])
+@pytest.mark.parametrize(("form", "num_shards"), CASES)
 def test_every_global_batch_of_a_corpus_sorted_by_label_has_each_label_in_its_share(tmp_path, form, num_shards):
     """Within four standard deviations of a batch of documents drawn independently from all of the corpus."""
     url = f"file://{tmp_path}/"
     labels, lengths = write_sorted(url, form)
     totals = np.bincount(labels, lengths, NUM_LABELS)
     shares = totals / totals.sum()
+    # A share is a ratio of sums over documents: the variance of length * ([has the label] - share).
     num_documents = BATCH * SEQ_LEN / (lengths.mean() + 1)
+    errors = [lengths * ((labels == label) - share) for label, share in enumerate(shares)]
+    limits = [4 * math.sqrt(np.mean(error**2) / num_documents) / lengths.mean() for error in errors]
     for number, documents in enumerate(global_batches(url, num_shards, FIRST_BATCH + NUM_BATCHES)):
         found = np.bincount(labels[documents], minlength=NUM_LABELS) / len(documents)
-        for label, share in enumerate(shares):
-            # A ratio of sums over documents: the variance of length * ([has the label] - share).
-            of_label = (labels == label) - share
-            deviation = math.sqrt(np.mean((lengths * of_label) ** 2) / num_documents) / lengths.mean()
-            if number >= FIRST_BATCH:
-                assert abs(found[label] - share) <= 4 * deviation, f"label {label} in batch {number}: {found[label]}"
+        if number >= FIRST_BATCH:
+            assert np.all(np.abs(found - shares) <= limits), f"batch {number}: {found}, not {shares}"
 
 
-def meetings(url, num_shards, num_batches):
-    """How many pairs of neighbours in a file begin in the same global batch, and how many would by chance."""
-    first_seen, count = {}, Counter()
+def check_meetings(url, lengths, num_shards, times):
+    """Over a pass, or nearly: in a batch of n of N documents, about n^2 / N neighbours would meet by chance."""
+    num_batches = int(lengths.sum() * 0.9 / (BATCH * SEQ_LEN))
+    first_seen = {}
     for number, documents in enumerate(global_batches(url, num_shards, num_batches)):
         for document in set(documents.tolist()):
-            if first_seen.setdefault(document, number) == number:
-                count[number] += 1
-    return first_seen, count
+            first_seen.setdefault(document, number)
+    assert len(first_seen) > 0.8 * len(lengths)
+    found = sum(number == first_seen.get(document + 1) for document, number in first_seen.items())
+    chance = sum(size**2 for size in Counter(first_seen.values()).values()) / len(lengths)
+    assert found <= times * chance, f"{found} pairs of neighbours met, {chance:.0f} would by chance"
 
 
-@pytest.mark.parametrize(("form", "num_shards"), [("arrow", NUM_SHARDS), ("parquet", NUM_SHARDS), ("arrow", 120)])
+@pytest.mark.parametrize(("form", "num_shards"), CASES)
 def test_neighbours_in_a_file_meet_in_a_global_batch_at_most_three_times_as_often_as_by_chance(
     tmp_path, form, num_shards
 ):
-    """Documents are shuffled within a block, and blocks within a logical shard's part of the dataset.
-
-    So neighbours come within one block's documents of each other, and meet about as many times as often as by chance as
-    a logical shard has blocks: here one or two. A terabyte in 240 shards and blocks of a megabyte is 4,000 blocks a
-    shard; there the chance is a few in a million, and that of neighbours a sample's documents over a block's: below one
-    in a hundred. The bound of three holds for datasets of up to about three blocks for each logical shard, and this test
-    is of such a one.
-    """
+    """Where a logical shard has up to about two blocks, as here; else as the next test says."""
     url = f"file://{tmp_path}/"
     _, lengths = write_sorted(url, form)
     check_meetings(url, lengths, num_shards, 3)
 
 
-def check_meetings(url, lengths, num_shards, times):
-    """Over one pass, or nearly: a batch of n of N documents has a pair of neighbours with a chance of about (n / N)^2."""
-    num_batches = int(lengths.sum() * 0.9 / (BATCH * SEQ_LEN))
-    first_seen, count = meetings(url, num_shards, num_batches)
-    assert len(first_seen) > 0.8 * len(lengths)
-    found = sum(first_seen[document] == first_seen.get(document + 1) for document in first_seen)
-    chance = sum(size**2 for size in count.values()) / len(lengths)
-    assert found <= times * chance, f"{found} pairs of neighbours met, {chance:.0f} would by chance"
-    return found / chance
+@pytest.mark.parametrize(("form", "rows_per_batch"), [("arrow", 400), ("arrow", 50), ("parquet", 400), ("parquet", 50)])
+def test_neighbours_meet_more_often_by_no_more_than_the_number_of_blocks_of_a_logical_shard(
+    tmp_path, monkeypatch, form, rows_per_batch
+):
+    """Documents are shuffled within a block, and blocks within a logical shard's part of the dataset.
+
+    A shard takes the documents of one block after the other, so neighbours come within one block's documents of each
+    other. They are in the same sample with a chance of a sample's documents over a block's, which is that of any two
+    documents of the shard times its number of blocks. A block is about a megabyte of Arrow record batches, here one
+    record batch; or a row group, however small. A terabyte in 240 logical shards is 4,000 blocks a shard: there two
+    documents are in one sample with a chance of about one in a million, and neighbours, of samples of six documents out
+    of blocks of a thousand, with one in two hundred.
+    """
+    monkeypatch.setattr(arrow, "BLOCK_BYTES", 1)
+    url = f"file://{tmp_path}/"
+    _, lengths = write_sorted(url, form, rows_per_batch=rows_per_batch)
+    num_blocks = len(lengths) / NUM_SHARDS / rows_per_batch
+    check_meetings(url, lengths, NUM_SHARDS, 2 + num_blocks)

@@ -17,16 +17,10 @@ import corpora
 import pytest
 from fault_proxy import Fault, FaultProxy
 
-from ibm_nodes import Mixer, Packer, Prefetcher, Reader, Sharder, checkpoint, read_ahead
+from ibm_nodes import Mixer, Packer, Prefetcher, Reader, Sharder, checkpoint
 from ibm_nodes.recipes import object_store
 
 STEPS = 60
-
-
-@pytest.fixture(autouse=True)
-def reading_threads_end_at_once(monkeypatch):
-    """So that no test waits for them."""
-    monkeypatch.setattr(read_ahead, "IDLE_SECONDS", 0.05)
 
 
 def write(url, storage_options=None):

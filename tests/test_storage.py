@@ -15,7 +15,8 @@ from sources import read_all
 from ibm_nodes import Reader, s3, storage
 from ibm_nodes.read_ahead import counters
 from ibm_nodes.recipes import object_store
-from ibm_nodes.storage import Listing, ListingSession, Object, current_session, list_objects, read
+from ibm_nodes.listing import CACHED_FILES, Listing, ListingSession, current_session, list_objects
+from ibm_nodes.storage import Object, read
 
 ODD_KEYS = ["a b", "c#", "p%20q", "r=1", "é日", "q?", "plus+", "[x]*", "sub dir/é b#.arrow", "a&b", "-", "~", "x:y@z"]
 SUFFIXES = (".arrow", ".parquet")
@@ -399,10 +400,10 @@ def test_a_file_that_cannot_be_opened_is_opened_again_by_the_next_who_asks():
 
 def test_keeps_the_files_that_were_used_last():
     listing = Listing("memory://x", [])
-    for number in range(storage.CACHED_FILES + 10):
+    for number in range(CACHED_FILES + 10):
         listing.file(number, lambda number=number: number)
         listing.file(0, lambda: pytest.fail("was dropped"))
-    assert listing.file(storage.CACHED_FILES, lambda: None) == storage.CACHED_FILES
+    assert listing.file(CACHED_FILES, lambda: None) == CACHED_FILES
     assert listing.file(3, lambda: "again") == "again"
 
 

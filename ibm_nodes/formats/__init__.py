@@ -12,7 +12,8 @@ import numpy as np
 from ibm_nodes.formats.arrow import ArrowFile
 from ibm_nodes.formats.lists import Lists
 from ibm_nodes.formats.parquet import ParquetFile
-from ibm_nodes.storage import Listing, Object, Options, list_objects
+from ibm_nodes.listing import Listing, list_objects
+from ibm_nodes.storage import Object, Options
 
 
 class ShardFile(Protocol):

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from ibm_nodes.formats.lists import ROWS_PER_BATCH, Lists, check_column, join, to_lists
-from ibm_nodes.storage import Listing, Object
+from ibm_nodes.listing import Listing
+from ibm_nodes.storage import Object
 
 MAGIC = b"ARROW1"
 TAIL_BYTES = 64 << 10
@@ -39,7 +40,10 @@ class ArrowFile:
             tail = listing.read(item, item.size - needed, item.size)
         footer = tail[len(tail) - needed : len(tail) - len(MAGIC) - 4]
         # pyarrow looks at nothing but the magic numbers and the footer until a batch is asked for.
-        self._schema = pa.ipc.open_file(pa.BufferReader(MAGIC + b"\0\0" + tail[-needed:])).schema
+        try:
+            self._schema = pa.ipc.open_file(pa.BufferReader(MAGIC + b"\0\0" + tail[-needed:])).schema
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{item.url} has a damaged footer: {error}") from error
         check_column(self._schema, column, item.url)
         self._dictionaries = _blocks(footer, DICTIONARIES_FIELD)
         batches = _blocks(footer, BATCHES_FIELD)

@@ -16,13 +16,15 @@ import pyarrow.parquet as pq
 
 from ibm_nodes.formats.arrow import read_tail
 from ibm_nodes.formats.lists import Lists, check_column, join, to_lists
-from ibm_nodes.storage import Listing, Object
+from ibm_nodes.listing import Listing
+from ibm_nodes.storage import Object
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
 PART_BYTES = 4 << 20
 """Row groups whose column is larger than this, decoded, are read in parts of about this size."""
 WINDOW_BYTES = 4 << 20
+BUFFER_BYTES = 1 << 20
 KEPT_DECODERS = 4
 
 
@@ -100,13 +102,17 @@ class ParquetFile:
 
     def _batches(self, group: int) -> Iterator[pa.RecordBatch]:
         file = self._open(group, whole=False)
-        ends = [last for (_, last), of in zip(self._rows, self.groups, strict=True) if of == group]
-        return _cut(file.iter_batches(1024, [group], [self._column], use_threads=False), ends)
+        rows = [part for part, of in zip(self._rows, self.groups, strict=True) if of == group]
+        size = max(last - first for first, last in rows)
+        return _cut(file.iter_batches(size, [group], [self._column], use_threads=False), [last for _, last in rows])
 
     def _open(self, group: int, *, whole: bool) -> pq.ParquetFile:
         begin, end = self._chunk(group)
         window = _Window(self._listing, self._item, begin, end, end - begin if whole else WINDOW_BYTES)
-        return pq.ParquetFile(pa.PythonFile(window, mode="r"), metadata=self._metadata, pre_buffer=False)
+        # With a buffer pyarrow reads a column as it decodes it; without, it reads all of it first.
+        buffer_size = 0 if whole else BUFFER_BYTES
+        file = pa.PythonFile(window, mode="r")
+        return pq.ParquetFile(file, metadata=self._metadata, pre_buffer=False, buffer_size=buffer_size)
 
     def _chunk(self, group: int) -> tuple[int, int]:
         chunk = self._metadata.row_group(group).column(self._leaf)

@@ -1,0 +1,117 @@
+"""Listing: the objects of a dataset, which the order of its documents depends on."""
+
+import contextvars
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from ibm_nodes.once import Once
+from ibm_nodes.storage import Object, Options, find, read
+
+T = TypeVar("T")
+
+CACHED_FILES = 512
+CACHED_BLOCKS = 4096
+
+
+class Listing:
+    """The objects of a dataset, sorted by key: what the order of its documents depends on.
+
+    Args:
+        url: the prefix, or one object.
+        objects: what is under it.
+        storage_options: fsspec's options for its store. They never show in a state, an error or a repr.
+
+    Attributes:
+        starts: where each object begins in the dataset's bytes, and, last, their sum.
+        digest: a hash of keys and sizes.
+    """
+
+    def __init__(self, url: str, objects: Sequence[Object], storage_options: Options = None) -> None:
+        self.url = url
+        self.objects = sorted(objects, key=lambda item: item.key)
+        self.starts = [0, *itertools.accumulate(item.size for item in self.objects)]
+        text = "\n".join(f"{item.key}\0{item.size}" for item in self.objects)
+        self.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        self.storage_options = storage_options
+        self._files: Once[Any] = Once(CACHED_FILES)
+        self._blocks: Once[Any] = Once(CACHED_BLOCKS, weak=True)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Listing, (self.url, self.objects, self.storage_options)
+
+    def __str__(self) -> str:
+        return f"{len(self.objects)} files of {self.starts[-1]} bytes (listing {self.digest})"
+
+    def file(self, key: Any, make: Callable[[], T]) -> T:
+        """Gives what ``make`` opens, once for all who ask with the same key."""
+        opened: T = self._files.get(key, make)
+        return opened
+
+    def block(self, key: Any, make: Callable[[], T]) -> T:
+        """Gives what ``make`` reads, once for all who hold it at the same time."""
+        block: T = self._blocks.get(key, make)
+        return block
+
+    def read(self, item: Object, start: int, end: int) -> bytes | bytearray:
+        """Reads bytes [start, end) of an object, as it was listed.
+
+        Raises:
+            OSError: if it has changed, is gone, or cannot be read.
+        """
+        return read(item, start, end, self.storage_options)
+
+
+class ListingSession:
+    """Within it, readers of the same prefix share one listing: ``with session: reader.reset(state)``."""
+
+    def __init__(self) -> None:
+        self._listings: Once[Listing] = Once(None)
+        self._tokens: list[contextvars.Token[ListingSession | None]] = []
+
+    def __enter__(self) -> "ListingSession":
+        self._tokens.append(_session.set(self))
+        return self
+
+    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
+        _session.reset(self._tokens.pop())
+
+    def listing(self, url: str, storage_options: Options, suffixes: tuple[str, ...]) -> Listing:
+        """Gives the listing of a prefix, made at the first call."""
+        key = (url, suffixes, repr(sorted((storage_options or {}).items(), key=str)))
+        return self._listings.get(key, lambda: list_objects(url, storage_options, suffixes))
+
+
+_session: contextvars.ContextVar[ListingSession | None] = contextvars.ContextVar("session", default=None)
+
+
+def current_session() -> ListingSession:
+    """Gives the session that the caller is in, or a new one."""
+    return _session.get() or ListingSession()
+
+
+def list_objects(url: str, storage_options: Options = None, suffixes: tuple[str, ...] = ("",)) -> Listing:
+    """Lists a prefix afresh, in one go.
+
+    Left out: empty objects, and below the prefix names that begin with ``_`` or ``.`` and endings not in
+    ``suffixes``. A URL of one object is always read.
+
+    Raises:
+        FileNotFoundError: if there is nothing to read.
+        PermissionError, ConnectionError, OSError: as the store says.
+    """
+    found = find(url, storage_options)
+    objects = [item for item in found if item.size and (item.url == url or _is_data(item.key, suffixes))]
+    if not objects:
+        seen = f"{len(found)} other objects" if found else "nothing"
+        raise FileNotFoundError(
+            f"no data under {url}: it holds {seen}; give a prefix with files that end in one of {', '.join(suffixes)}"
+        )
+    return Listing(url, objects, storage_options)
+
+
+def _is_data(key: str, suffixes: tuple[str, ...]) -> bool:
+    hidden = any(part.startswith(("_", ".")) for part in key.split("/"))
+    return not hidden and key.lower().endswith(suffixes)
