@@ -41,6 +41,7 @@ class Block(NamedTuple):
     listing: str
     size: int
     ask_at: int  # the row at which the next block is asked for
+    chained: bool  # whether blocks of its file go on where the one before was decoded to
 
 
 class Blocks:
@@ -107,6 +108,7 @@ class Blocks:
             num_empty=last_row - first_row - len(order),
             ask_at=len(order) // 2,
             size=file.size(number),
+            chained=len(set(file.groups[blocks].tolist())) < len(blocks),
         )
 
     def _read(self, file: formats.ShardFile, number: int, item: Object) -> formats.Lists:
@@ -145,25 +147,30 @@ class Blocks:
         passes = at.epoch + share * at.file + share / max(1, num_blocks) * at.block
         none = np.empty(0, np.int64)
         return Block(
-            formats.Lists(none, none, none, none),
-            [],
-            [],
-            [],
-            "",
-            0,
-            0,
-            num_blocks,
-            num_files,
-            passes,
-            share / max(1, num_blocks),
-            str(listing),
-            0,
-            0,
+            lists=formats.Lists(none, none, none, none),
+            begins=[],
+            ends=[],
+            rows=[],
+            url="",
+            num_rows=0,
+            num_empty=0,
+            num_blocks=num_blocks,
+            num_files=num_files,
+            passes=passes,
+            share=share / max(1, num_blocks),
+            listing=str(listing),
+            size=0,
+            ask_at=0,
+            chained=False,
         )
 
 
 def _open(listing: Listing, item: Object, column: str, format: str | None) -> formats.ShardFile:
-    return formats.opener(item.key, format)(listing, item, column)
+    try:
+        return formats.opener(item.key, format)(listing, item, column)
+    except (ValueError, OSError, pa.ArrowException) as error:
+        error.add_note(f"while opening {item.url}")
+        raise
 
 
 def _own_rows(num_rows: int, begin: int, end: int, low: int, high: int) -> tuple[int, int]:

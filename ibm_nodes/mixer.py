@@ -126,17 +126,15 @@ class Mixer(BaseNode[T]):
                 lengths[name] = self._places[name].probe()
         self._ended += [name for name, measured in lengths.items() if not measured]
         active = self._share()
-        new = {name: lengths[name] for name, _ in active if name in lengths}
-        old = [self._credits[name] for name, _ in active if name not in new]
+        new = [name for name, _ in active if name in lengths]
+        old = [name for name, _ in active if name not in lengths]
         for name in self.sources:
             self._tokens.setdefault(name, 0)
             self._documents.setdefault(name, 0)
-        if not old:
-            self._credits.update(_warm_up(dict(active), new, self.seed))
-            return active
-        for name, measured in new.items():  # joins somewhere in its first cycle, not at the head of the queue
-            key = derive_key("Mixer", self.seed, name)
-            self._credits[name] = max(old) - random_index(key, 0, _residual(key, measured) * ONE)
+        for name in old:
+            lengths[name] = (max(1, self._tokens[name] // max(1, self._documents[name])),)
+        credits = _imagine(dict(active), {name: self._credits[name] for name in old}, lengths, self.seed)
+        self._credits.update({name: credits[name] for name in new})
         return active
 
 
@@ -223,21 +221,28 @@ def _residual(key: int, lengths: tuple[int, ...]) -> int:
     return 1
 
 
-def _warm_up(active: dict[str, int], lengths: dict[str, tuple[int, ...]], seed: Seed) -> dict[str, int]:
-    """Gives the credits after a random number of imagined draws, up to two cycles of the rarest source."""
-    key = derive_key("Mixer", seed, "warm-up")
-    credits: dict[str, int] = {}
-    if not active:
+def _imagine(
+    active: dict[str, int], credits: dict[str, int], lengths: dict[str, tuple[int, ...]], seed: Seed
+) -> dict[str, int]:
+    """Gives the credits after a random number of imagined draws, up to two cycles of the rarest source.
+
+    ``credits`` are those that there are already; their mean is kept, and without any the mean of all is zero.
+    """
+    if credits.keys() == active.keys():
         return credits
-    for name in active:
+    key = derive_key("Mixer", seed, "imagine", *sorted(active.keys() - credits.keys()))
+    imagined = dict(credits)
+    top = max(credits.values(), default=0)
+    for name in active.keys() - credits.keys():
         own = derive_key("Mixer", seed, name)
-        credits[name] = -random_index(own, 0, _residual(own, lengths[name]) * ONE)
+        imagined[name] = top - random_index(own, 0, _residual(own, lengths[name]) * ONE)
     num_draws = random_index(key, 0, min(MAX_WARM_UP, 2 * ONE // min(active.values())))
     for draw in range(len(active) > 1 and num_draws):
-        name = max(active, key=credits.__getitem__)
+        name = max(active, key=imagined.__getitem__)
         length = lengths[name][random_index(key, draw + 1, len(lengths[name]))]
         for other, weight in active.items():
-            credits[other] += weight * length
-        credits[name] -= length * ONE
-    mean = sum(credits.values()) // len(credits)
-    return {name: credit - mean for name, credit in credits.items()}
+            imagined[other] += weight * length
+        imagined[name] -= length * ONE
+    kept = list(credits) or list(active)
+    before, after = sum(credits.values()) // len(kept), sum(imagined[name] for name in kept) // len(kept)
+    return {name: credit - after + before for name, credit in imagined.items()}

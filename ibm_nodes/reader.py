@@ -180,7 +180,7 @@ class Reader(BaseNode[Document]):
             if self._queue:
                 last, task = self._queue[-1]
                 known = task.peek() or (self._block if self._block and self._at[:3] == last[:3] else None)
-                cursor = self._following(last, known) if known else None
+                cursor = self._following(last, known) if known and (task.done() or not known.chained) else None
             else:
                 cursor = self._following(self._at, self._block) if self._block else self._at
             if cursor is None or (self.epochs is not None and cursor.epoch >= self.epochs):

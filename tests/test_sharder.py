@@ -6,9 +6,9 @@ import pytest
 from sources import Counted, Items, numbers, stored
 
 from ibm_nodes import Sharder
+from ibm_nodes.listing import current_session
 from ibm_nodes.sharder import NUM_AHEAD
 from ibm_nodes.state import merge
-from ibm_nodes.listing import current_session
 
 GRID = [(num, world) for num in (1, 2, 3, 4, 6, 12) for world in range(1, num + 1) if num % world == 0]
 

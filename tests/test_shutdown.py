@@ -263,6 +263,7 @@ class TestOtherProcesses:
     def test_with_every_way_to_start_a_process(self, remote):
         self.check(children.start("hand_over", remote, ["fork", "forkserver", "spawn"]), digests(remote, 5))
 
+    @pytest.mark.slow
     def test_forked_again_and_again_while_the_parent_waits_for_the_store(self, remote):
         golden = digests(remote, 5)
         with FaultProxy(remote["storage_options"]["endpoint_url"]) as proxy:

@@ -13,9 +13,9 @@ import pytest
 from sources import read_all
 
 from ibm_nodes import Reader, s3, storage
+from ibm_nodes.listing import CACHED_FILES, Listing, ListingSession, current_session, list_objects
 from ibm_nodes.read_ahead import counters
 from ibm_nodes.recipes import object_store
-from ibm_nodes.listing import CACHED_FILES, Listing, ListingSession, current_session, list_objects
 from ibm_nodes.storage import Object, read
 
 ODD_KEYS = ["a b", "c#", "p%20q", "r=1", "é日", "q?", "plus+", "[x]*", "sub dir/é b#.arrow", "a&b", "-", "~", "x:y@z"]

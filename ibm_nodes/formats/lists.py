@@ -65,21 +65,16 @@ def to_lists(array: pa.Array, column: str, first_row: int) -> Lists:
     """
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
-    if any(check(array.type) for check in VIEW_TYPES):
-        array = array.cast(pa.large_list(array.type.value_type))
+    array.validate(full=True)  # damaged offsets would be read outside the buffer
     num_rows = len(array)
-    if pa.types.is_fixed_size_list(array.type):
-        offsets = (array.offset + np.arange(num_rows + 1, dtype=np.int64)) * array.type.list_size
-    else:
-        offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
+    begins, ends = _edges(array)
     values = array.values
-    begins, ends = offsets[:-1], offsets[1:]
     if array.null_count:
         ends = np.where(array.is_valid().to_numpy(zero_copy_only=False), ends, begins)
     if pa.types.is_dictionary(values.type):
         values = values.dictionary_decode()
     if values.null_count:
-        _check_nulls(values, begins, ends, column)
+        _check_nulls(values, begins, ends, column, first_row)
         values = values.fill_null(0)
     return Lists(values.to_numpy(), begins, ends, np.arange(first_row, first_row + num_rows))
 
@@ -146,10 +141,21 @@ def describe_row(row: int) -> str:
     return f"row {row_in_batch} of record batch {batch}" if batch else f"row {row}"
 
 
-def _check_nulls(values: pa.Array, begins: np.ndarray, ends: np.ndarray, column: str) -> None:
+def _edges(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Gives where each row begins and ends in the array's values."""
+    if any(check(array.type) for check in VIEW_TYPES):
+        begins = array.offsets.to_numpy().astype(np.int64)[: len(array)]
+        return begins, begins + array.sizes.to_numpy().astype(np.int64)
+    if pa.types.is_fixed_size_list(array.type):
+        offsets = (array.offset + np.arange(len(array) + 1, dtype=np.int64)) * array.type.list_size
+    else:
+        offsets = array.offsets.to_numpy().astype(np.int64, copy=False)
+    return offsets[:-1], offsets[1:]
+
+
+def _check_nulls(values: pa.Array, begins: np.ndarray, ends: np.ndarray, column: str, first_row: int) -> None:
     before = np.concatenate([[0], np.cumsum(values.is_null().to_numpy(zero_copy_only=False))])
     rows = np.flatnonzero(before[ends] > before[begins])
     if len(rows):
-        raise ValueError(
-            f"column {column!r} has a null inside the list of row {rows[0]} of this block: a token id is missing"
-        )
+        where = describe_row(first_row + int(rows[0]))
+        raise ValueError(f"column {column!r} has a null inside the list of {where}: a token id is missing")

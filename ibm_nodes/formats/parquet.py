@@ -1,4 +1,4 @@
-"""Parquet files: row groups as blocks, or parts of those that are too big for one.
+"""Parquet files: runs of row groups as blocks, or parts of those that are too big for one.
 
 pyarrow's own reading of a row group is one request after another, of whatever size; here the bytes of a column chunk
 are one ranged read, which may run ahead, and pyarrow decodes them from memory.
@@ -9,6 +9,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,14 +18,19 @@ import pyarrow.parquet as pq
 from ibm_nodes.formats.arrow import read_tail
 from ibm_nodes.formats.lists import Lists, check_column, join, to_lists
 from ibm_nodes.listing import Listing
+from ibm_nodes.read_ahead import POLL_SECONDS, check_stopped
 from ibm_nodes.storage import Object
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
+BLOCK_BYTES = 1 << 20
+"""A block is as many row groups as begin within this many bytes of the column, decoded."""
 PART_BYTES = 4 << 20
 """Row groups whose column is larger than this, decoded, are read in parts of about this size."""
 WINDOW_BYTES = 4 << 20
 BUFFER_BYTES = 1 << 20
+MAX_WASTE = 1.1
+"""Row groups are read in one request if that fetches at most so many times the bytes of the column."""
 KEPT_DECODERS = 4
 
 
@@ -43,47 +49,78 @@ class ParquetFile:
             for index in range(self._metadata.num_columns)
             if self._metadata.schema.column(index).path.split(".")[0] == column
         ][0]
-        spans, groups, self._rows, self._firsts = [0], [], [], [0]
-        num_groups = self._metadata.num_row_groups
-        begins = [0, *(self._begin(group) for group in range(1, num_groups)), item.size]
-        for group in range(num_groups):
-            num_rows = self._metadata.row_group(group).num_rows
-            decoded = self._metadata.row_group(group).column(self._leaf).total_uncompressed_size
-            self._firsts.append(self._firsts[-1] + num_rows)
-            num_parts = max(1, min(num_rows, -(-decoded // PART_BYTES)))
-            for part in range(num_parts):
-                spans.append(begins[group] + (begins[group + 1] - begins[group]) * (part + 1) // num_parts)
-                groups.append(group)
-                self._rows.append((num_rows * part // num_parts, num_rows * (part + 1) // num_parts))
-        self.spans = np.array(spans, np.int64)
-        self.groups = np.array(groups, np.int64)
+        self._runs = list(self._find_runs())
+        begins = [self._begin(run.groups[0]) for run in self._runs]
+        self.spans = np.array(_spans(self._runs, begins, item.size), np.int64)
+        self.groups = np.array([run.groups[0] for run in self._runs], np.int64)
         self._decoders: OrderedDict[tuple[int, int], Iterator[pa.RecordBatch]] = OrderedDict()
         self._lock = threading.Lock()
 
     def size(self, block: int) -> int:
         """Gives about how many bytes reading a block takes in memory."""
-        chunk = self._metadata.row_group(int(self.groups[block])).column(self._leaf)
-        return int(min(PART_BYTES, chunk.total_uncompressed_size) + min(WINDOW_BYTES, chunk.total_compressed_size))
+        decoded = sum(
+            self._metadata.row_group(group).column(self._leaf).total_uncompressed_size
+            for group in self._runs[block].groups
+        )
+        return int(min(PART_BYTES + WINDOW_BYTES, 2 * decoded))
 
     def read(self, block: int) -> Lists:
         """Reads a block."""
-        group, (first, last) = int(self.groups[block]), self._rows[block]
-        if last - first == self._metadata.row_group(group).num_rows:
-            table = self._open(group, whole=True).read_row_group(group, [self._column], use_threads=False)
-            return self._lists(table, self._firsts[group])
-        decoder, row = self._decoder(group, first)
+        run = self._runs[block]
+        if run.last - run.first == run.num_rows:
+            return self._lists(
+                self._open(run.groups).read_row_groups(run.groups, [self._column], use_threads=False), run.row
+            )
+        while not self._lock.acquire(
+            timeout=POLL_SECONDS
+        ):  # one after the other: each goes on where the last one ended
+            check_stopped()
+        try:
+            return self._lists(pa.Table.from_batches(self._decode(run)), run.row + run.first)
+        finally:
+            self._lock.release()
+
+    def _find_runs(self) -> Iterator["_Run"]:
+        """Yields runs of small row groups, and parts of large ones."""
+        row, open_run = 0, _Run([], 0, 0, 0, 0)
+        decoded = 0
+        for group in range(self._metadata.num_row_groups):
+            metadata = self._metadata.row_group(group)
+            num_rows, size = metadata.num_rows, metadata.column(self._leaf).total_uncompressed_size
+            if open_run.groups and (decoded >= BLOCK_BYTES or size > PART_BYTES):
+                yield open_run
+                open_run, decoded = _Run([], 0, 0, 0, 0), 0
+            if size > PART_BYTES and num_rows > 1:
+                num_parts = min(num_rows, -(-size // PART_BYTES))
+                for part in range(num_parts):
+                    edges = num_rows * part // num_parts, num_rows * (part + 1) // num_parts
+                    yield _Run([group], *edges, row, num_rows)
+            elif num_rows:
+                begun = open_run if open_run.groups else _Run([], 0, 0, row, 0)
+                total = begun.num_rows + num_rows
+                open_run = _Run([*begun.groups, group], 0, total, begun.row, total)
+                decoded += size
+            row += num_rows
+        if open_run.groups:
+            yield open_run
+
+    def _decode(self, run: "_Run") -> list[pa.RecordBatch]:
+        """Decodes a part of a row group, from where the last part ended or from the group's first row."""
+        (group,) = run.groups
+        decoder, row = self._decoders.pop((group, run.first), None), run.first
+        if decoder is None:
+            decoder, row = self._batches(group), 0
         batches = []
-        while row < last:
+        while row < run.last:
             batch = next(decoder)
-            batches.append(batch.slice(max(0, first - row), last - max(first, row)))
+            batches.append(batch.slice(max(0, run.first - row)))
             row += len(batch)
-            if row > last:
+            if row > run.last:
                 raise ValueError(f"{self._item.url}: row group {group} does not decode in the parts asked for")
-        with self._lock:
-            self._decoders[group, last] = decoder
-            while len(self._decoders) > KEPT_DECODERS:
-                self._decoders.popitem(last=False)
-        return self._lists(pa.Table.from_batches(batches), self._firsts[group] + first)
+        self._decoders[group, run.last] = decoder
+        while len(self._decoders) > KEPT_DECODERS:
+            self._decoders.popitem(last=False)
+        return batches
 
     def _lists(self, table: pa.Table, row: int) -> Lists:
         parts = []
@@ -92,26 +129,19 @@ class ParquetFile:
             row += len(chunk)
         return join(parts)
 
-    def _decoder(self, group: int, first: int) -> tuple[Iterator[pa.RecordBatch], int]:
-        """Gives an iterator that stands at a row of a group, or at the group's first row."""
-        with self._lock:
-            decoder = self._decoders.pop((group, first), None)
-        if decoder is not None:
-            return decoder, first
-        return self._batches(group), 0
-
     def _batches(self, group: int) -> Iterator[pa.RecordBatch]:
-        file = self._open(group, whole=False)
-        rows = [part for part, of in zip(self._rows, self.groups, strict=True) if of == group]
-        size = max(last - first for first, last in rows)
-        return _cut(file.iter_batches(size, [group], [self._column], use_threads=False), [last for _, last in rows])
+        ends = [run.last for run in self._runs if run.groups == [group]]
+        size = max(run.last - run.first for run in self._runs if run.groups == [group])
+        file = self._open([group], buffer_size=BUFFER_BYTES)
+        return _cut(file.iter_batches(size, [group], [self._column], use_threads=False), ends)
 
-    def _open(self, group: int, *, whole: bool) -> pq.ParquetFile:
-        begin, end = self._chunk(group)
-        window = _Window(self._listing, self._item, begin, end, end - begin if whole else WINDOW_BYTES)
-        # With a buffer pyarrow reads a column as it decodes it; without, it reads all of it first.
-        buffer_size = 0 if whole else BUFFER_BYTES
-        file = pa.PythonFile(window, mode="r")
+    def _open(self, groups: list[int], *, buffer_size: int = 0) -> pq.ParquetFile:
+        """Opens the file for some row groups; with a buffer pyarrow reads them as it decodes, else each in one go."""
+        begin, end = self._chunk(groups[0])[0], self._chunk(groups[-1])[1]
+        wanted = sum(self._chunk(group)[1] - self._chunk(group)[0] for group in groups)
+        whole = end - begin if end - begin < wanted * MAX_WASTE else 0  # 0: just what pyarrow asks for, a chunk each
+        window = WINDOW_BYTES if buffer_size else whole
+        file = pa.PythonFile(_Window(self._listing, self._item, begin, end, window), mode="r")
         return pq.ParquetFile(file, metadata=self._metadata, pre_buffer=False, buffer_size=buffer_size)
 
     def _chunk(self, group: int) -> tuple[int, int]:
@@ -124,6 +154,29 @@ class ParquetFile:
     def _begin(self, group: int) -> int:
         metadata = self._metadata.row_group(group)
         return int(min(_chunk_begin(metadata.column(index)) for index in range(metadata.num_columns)))
+
+
+class _Run(NamedTuple):
+    """A block: whole row groups, or rows [first, last) of one; ``row`` is where the groups begin in the file."""
+
+    groups: list[int]
+    first: int
+    last: int
+    row: int
+    num_rows: int
+
+
+def _spans(runs: list[_Run], begins: list[int], size: int) -> list[int]:
+    """Gives the edges of blocks in bytes: a part of a group has its share of the group's bytes."""
+    ends = [*begins[1:], size] if begins else []
+    for index in range(len(runs) - 2, -1, -1):  # the parts of a group all end where the group does
+        if runs[index].groups == runs[index + 1].groups:
+            ends[index] = ends[index + 1]
+    begins = [0 if runs[0].groups == run.groups else begin for run, begin in zip(runs, begins, strict=True)]
+    edges = [
+        begin + (end - begin) * run.first // run.num_rows for run, begin, end in zip(runs, begins, ends, strict=True)
+    ]
+    return [*edges, size] if runs else [0]
 
 
 class _Window(io.RawIOBase):
