@@ -189,6 +189,7 @@ class _Saver:
             storage_options if "://" in (self.url or "") and not self.url.startswith("file:") else None
         )
         self.first = 0
+        self.saved: Future[None] | None = None
         if self.url and (
             found := checkpoint.load(loader, self.url, missing="start", storage_options=self.storage_options)
         ):
@@ -200,12 +201,16 @@ class _Saver:
             self._save(steps)
 
     def finish(self, meter: progress.Meter) -> None:
-        """Saves the last step, unless it was not finished, and waits until it is written."""
+        """Saves the last step, unless it was not finished, and waits until all is written."""
         if self.url and meter.batches and meter.batches % meter.batches_per_step == 0:
-            self._save(meter.steps).result()
+            self._save(meter.steps)
+        if self.saved is not None:
+            self.saved.result()
 
-    def _save(self, steps: int) -> "Future[None]":
-        return checkpoint.save(self.loader, self.url, step=self.first + steps, storage_options=self.storage_options)
+    def _save(self, steps: int) -> None:
+        self.saved = checkpoint.save(
+            self.loader, self.url, step=self.first + steps, storage_options=self.storage_options
+        )
 
 
 def _division(loader: Loader[Any], settings: dict[str, Any]) -> tuple[int, int]:

@@ -1,12 +1,13 @@
 """Loader: what a training loop iterates over, saves and loads."""
 
+import copy
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torchdata.nodes
 from torchdata.nodes import BaseNode
 
-from ibm_nodes.state import State
+from ibm_nodes.state import State, copy_containers
 
 T = TypeVar("T")
 
@@ -17,7 +18,7 @@ class Loader(torchdata.nodes.Loader[T]):
     A torchdata ``Loader`` that is safe to save, load, iterate again and close. ``iter()`` goes on where the loader
     stands; after the end of a pass there is nothing more, also after a load. The state is that of the last item
     handed out, and nothing is started to take it. ``load_state_dict`` always wins: on a new loader, on a used one,
-    before and after ``state_dict()``. The state is the root node's own; do not write to it.
+    before and after ``state_dict()``.
 
     Args:
         root: the node to iterate over.
@@ -30,20 +31,20 @@ class Loader(torchdata.nodes.Loader[T]):
         return _Iterator(self.root)
 
     def state_dict(self) -> State:
-        """Returns the state after the last item handed out, to save and load."""
-        return self.root.state_dict()
+        """Returns the state after the last item handed out, to save and load; its tensors must not be written to."""
+        state: State = copy_containers(self.root.state_dict())
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Sets the loader to a state; iterators that exist go on from there too."""
-        self.root.reset(state_dict)
+        self.root.reset(copy.deepcopy(state_dict))
 
     def close(self) -> None:
-        """Ends the background threads; iterating again goes on after the last item handed out."""
+        """Ends the background threads and lets go of blocks; iterating again goes on after the last item handed out."""
         node: Any = self.root
-        while node is not None and not hasattr(node, "close"):
+        while node is not None:
+            getattr(node, "close", lambda: None)()
             node = getattr(node, "source", None)
-        if node is not None:
-            node.close()
 
     def __enter__(self) -> "Loader[T]":
         return self

@@ -72,9 +72,11 @@ class Mixer(BaseNode[T]):
         self._places = {name: _Place(node, saved.get(name)) for name, node in self.sources.items()}
         self._active: list[tuple[str, int]] | None = None
         self._due = ""
+        self._start()
 
     def next(self) -> T:
         if self._active is None:
+            self._start()
             self._active = self._prepare()
             self._due = self._largest()
         credits = self._credits
@@ -106,9 +108,14 @@ class Mixer(BaseNode[T]):
             self.TOKENS_KEY: dict(self._tokens),
             self.DOCUMENTS_KEY: dict(self._documents),
             self.ENDED_KEY: list(self._ended),
-            self.WEIGHTS_KEY: self.weights,
+            self.WEIGHTS_KEY: dict(self.weights),
             self.SOURCES_KEY: {**self._parked, **{name: place.get_state() for name, place in self._places.items()}},
         }
+
+    def _start(self) -> None:
+        """Resets the sources; called again by the first draw, in case that one of them failed."""
+        for place in self._places.values():
+            place.start()
 
     def _largest(self) -> str:
         return max((name for name, _ in self._active or ()), key=self._credits.__getitem__, default="")
@@ -143,7 +150,7 @@ class _Place(Generic[T]):
 
     def __init__(self, source: BaseNode[T], state: tuple[Any, int] | None) -> None:
         self._source = source
-        source.reset(None if state is None else state[0])
+        self._state, self._started = state, False
         self._skip = 0 if state is None else state[1]
         self._ahead: deque[T] = deque()
         self._before: Any = None
@@ -157,6 +164,11 @@ class _Place(Generic[T]):
         self._before = None
         item: T = next(self._source)
         return item
+
+    def start(self) -> None:
+        if not self._started:
+            self._source.reset(None if self._state is None else self._state[0])
+            self._started = True
 
     def probe(self) -> tuple[int, ...]:
         """Gives the lengths of the first documents, which stay to be drawn."""

@@ -1,5 +1,6 @@
 """Once: makes each value once, however many threads ask for it together."""
 
+import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -21,11 +22,17 @@ class Once(Generic[T]):
     def __init__(self, size: int | None, *, weak: bool = False) -> None:
         self._size = size
         self._weak = weak
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._entries: OrderedDict[Any, list[Any]] = OrderedDict()
 
     def get(self, key: Any, make: Callable[[], T]) -> T:
         """Gives the value of a key."""
+        if self._process != os.getpid():
+            self._begin()  # a forked child inherits locks that no thread of its own will release
         with self._lock:
             entry = self._entries.setdefault(key, [threading.Lock(), lambda: None])
             self._entries.move_to_end(key)

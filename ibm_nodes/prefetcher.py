@@ -1,5 +1,6 @@
 """Prefetcher: a background thread that runs ahead of its consumer."""
 
+import logging
 import queue
 import threading
 import time
@@ -13,6 +14,8 @@ from ibm_nodes.read_ahead import stop_waiting_when
 from ibm_nodes.state import State
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 JOIN_SECONDS = 2.0
@@ -59,7 +62,8 @@ class Prefetcher(BaseNode[T]):
         try:
             self._settle()
         except BaseException:
-            self._state = before  # where it stood, and where the next call goes on
+            if before is not None:
+                self._state = before  # where it stood, and where the next call goes on
             raise
         self._state, self._ended = None, False
 
@@ -150,13 +154,14 @@ class _Worker:
 
 def _fill(source: BaseNode[Any], results: "queue.Queue[Any]", stopped: threading.Event, pin: bool) -> None:
     stop_waiting_when(stopped.is_set)
-    result: tuple[Any, State | None, BaseException | None]
     while not stopped.is_set():
-        try:
-            item = next(source)
-            result = (_pinned(item) if pin else item, source.state_dict(), None)
-        except BaseException as error:  # handed to the consumer, which raises it: none is lost
-            result = (None, source.state_dict() if isinstance(error, StopIteration) else None, error)
+        result = _draw(source)
+        if pin and result[2] is None:
+            try:
+                result = (_pinned(result[0]), *result[1:])
+            except RuntimeError as error:
+                logger.warning("batches are not pinned any more, which slows copies to the GPU: %s", error)
+                pin = False
         while not stopped.is_set():
             try:
                 results.put(result, timeout=POLL_SECONDS)
@@ -166,6 +171,26 @@ def _fill(source: BaseNode[Any], results: "queue.Queue[Any]", stopped: threading
         if result[2] is not None:
             del result  # the error's traceback refers to this frame
             return
+
+
+def _draw(source: BaseNode[Any]) -> tuple[Any, State | None, BaseException | None]:
+    """Gives the next item and the state after it, or the error that came in its place: none is lost."""
+    item, ended = None, None
+    try:
+        try:
+            item = next(source)
+        except StopIteration as end:
+            ended = end
+        return item, _state_of(source), ended
+    except BaseException as error:
+        return None, None, error
+
+
+def _state_of(source: BaseNode[Any]) -> State:
+    try:
+        return source.state_dict()
+    except StopIteration as error:
+        raise RuntimeError("taking a state raised StopIteration, which is no end of data") from error
 
 
 def _pinned(item: Any) -> Any:

@@ -139,7 +139,7 @@ class Reader(BaseNode[Document]):
         if block is not None and block.num_rows:
             self._passes = block.passes + block.share * self._row / block.num_rows
         return {
-            self.SETTINGS_KEY: self._settings,
+            self.SETTINGS_KEY: dict(self._settings),
             "epoch": at.epoch,
             "whole": at.whole,
             "file": at.file,
@@ -159,12 +159,7 @@ class Reader(BaseNode[Document]):
         late = not (self._queue and self._queue[0][1].done())
         if not self._queue:
             self._queue.append((self._at, Task(partial(self._blocks.load, self._at))))
-        try:
-            block = self._queue[0][1].result()
-        except BaseException:
-            self._queue.clear()  # so that the next call tries again
-            raise
-        self._queue.popleft()
+        block = self._result()
         if late and self._settings["listing"] is not None:
             self._depth = min(self._depth + 1, MAX_DEPTH)
         if self._settings["listing"] is None:
@@ -172,6 +167,19 @@ class Reader(BaseNode[Document]):
         self._block = block
         if self._depth > 1:
             self._ask()
+        return block
+
+    def _result(self) -> Block:
+        """Takes the first block of the queue; after an error the next call asks for it anew."""
+        try:
+            block = self._queue[0][1].result()
+        except StopIteration as error:
+            self._queue.clear()
+            raise RuntimeError(f"reading {self.url} raised StopIteration, which is no end of data") from error
+        except BaseException:
+            self._queue.clear()
+            raise
+        self._queue.popleft()
         return block
 
     def _ask(self) -> None:

@@ -83,10 +83,10 @@ class Sharder(BaseNode[T]):
         self._graphs: dict[int, BaseNode[T]] = {}
         self._moved: set[int] = set()
         self._listings = ListingSession()
-        self._ended: set[int] = set()
-        # For each shard its number of turns so far, and its graph's state.
-        self._states: dict[int, tuple[int, Any]] = {shard: saved.get(shard) or (0, None) for shard in owned}
-        self._turns = {shard: turns for shard, (turns, _) in self._states.items()}
+        # For each shard its number of turns so far, whether it has ended, and its graph's state.
+        self._states: dict[int, tuple[int, bool, Any]] = {shard: saved.get(shard, (0, False, None)) for shard in owned}
+        self._turns = {shard: turns for shard, (turns, _, _) in self._states.items()}
+        self._ended = {shard for shard, (_, ended, _) in self._states.items() if ended}
         self._next = min(turns * self.num_shards + shard for shard, turns in self._turns.items())
 
     def next(self) -> T:
@@ -116,8 +116,8 @@ class Sharder(BaseNode[T]):
     def get_state(self) -> State:
         for shard in self._moved:
             graph = self._graphs.get(shard)
-            state = self._states[shard][1] if graph is None else graph.state_dict()
-            self._states[shard] = self._turns[shard], state
+            state = self._states[shard][2] if graph is None else graph.state_dict()
+            self._states[shard] = self._turns[shard], shard in self._ended, state
         self._moved.clear()
         return {
             self.POSITION_KEY: self._position,
@@ -125,14 +125,28 @@ class Sharder(BaseNode[T]):
             SHARDS_KEY: dict(self._states),
         }
 
+    def close(self) -> None:
+        """Lets go of all graphs, and so of their blocks and reads; the next item builds them again where they stood."""
+        if hasattr(self, "_graphs"):
+            self.get_state()
+            self._graphs = {}
+
     def _prepare(self, shard: int) -> None:
         """Builds and resets the graphs of a shard and of the shards that come after it."""
-        if len(self._graphs) == len(self._states):
+        if len(self._graphs) + len(self._ended) >= len(self._states) and shard in self._graphs:
             return
         for visit in range(min(NUM_AHEAD, len(self._states))):
             ahead = (shard + visit * self.world_size) % self.num_shards
-            if ahead not in self._graphs:
-                graph = self.graph(ahead, self.num_shards)
-                with self._listings:
-                    graph.reset(self._states[ahead][1])
-                self._graphs[ahead] = graph
+            if ahead not in self._graphs and ahead not in self._ended:
+                self._graphs[ahead] = self._build(ahead)
+
+    def _build(self, shard: int) -> BaseNode[T]:
+        try:
+            graph = self.graph(shard, self.num_shards)
+            with self._listings:
+                graph.reset(self._states[shard][2])
+        except StopIteration as error:
+            raise RuntimeError(
+                f"building the graph of shard {shard} raised StopIteration, which is no end of data"
+            ) from error
+        return graph

@@ -37,6 +37,15 @@ def check_settings(node: object, state: Mapping[str, Any], **settings: Any) -> N
             )
 
 
+def copy_containers(state: Any) -> Any:
+    """Copies the dicts, lists and tuples of a state; what they hold at last (numbers, text, tensors) is shared."""
+    if type(state) is dict:
+        return {key: copy_containers(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)([copy_containers(value) for value in state])
+    return state
+
+
 def merge(states: Iterable[State]) -> State:
     """Merges the states of all ranks into one that can be loaded at any world size.
 

@@ -35,7 +35,8 @@ def assert_resumes(make: Callable[[], BaseNode[T]], *, num_items: int = 20, cuts
     assert expected, "the node yields nothing"
     node.reset(None)
     _assert_equal(list(islice(node, num_items)), expected, "after reset(None)")
-    for cut in range(len(expected) + 1) if cuts is None else cuts:
+    cuts = list(range(len(expected) + 1) if cuts is None else cuts)
+    for cut in cuts:
         node = make()
         _assert_equal([next(node) for _ in range(cut)], expected[:cut], f"with states taken, before item {cut}")
         state = node.state_dict()
@@ -49,6 +50,22 @@ def assert_resumes(make: Callable[[], BaseNode[T]], *, num_items: int = 20, cuts
         _assert_equal(list(islice(fresh, num_items - cut)), expected[cut:], f"resumed after {cut} items")
         fresh.reset(_from_file(saved))
         _assert_equal(list(islice(fresh, num_items - cut)), expected[cut:], f"resumed in a used node after {cut} items")
+    for cut in cuts:
+        for more in range(min(2, len(expected) - cut + 1)):  # states taken right after a load, and an item later
+            _assert_resumes_twice(make, expected, cut, more, num_items)
+
+
+def _assert_resumes_twice(
+    make: Callable[[], BaseNode[T]], expected: list[T], cut: int, more: int, num_items: int
+) -> None:
+    first, second, third = make(), make(), make()
+    for _ in range(cut):
+        next(first)
+    second.reset(_from_file(_to_file(first.state_dict())))
+    rest = list(islice(second, more))
+    third.reset(_from_file(_to_file(second.state_dict())))
+    rest += islice(third, num_items - cut - more)
+    _assert_equal(rest, expected[cut:], f"resumed after {cut} items, and again {more} later")
 
 
 def assert_rescales(
@@ -121,4 +138,4 @@ def _same(one: Any, other: Any) -> bool:
         return isinstance(other, dict) and list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
+    return type(one) is type(other) and bool(one == other)

@@ -341,5 +341,18 @@ def test_a_state_is_what_the_ranks_merge():
         assert loader.state_dict() == {
             "position": 6,
             "num_shards": 4,
-            "shards": {1: (2, {"position": 2}), 3: (1, {"position": 1})},
+            "shards": {1: (2, False, {"position": 2}), 3: (1, False, {"position": 1})},
         }
+
+
+def test_a_closed_loader_holds_no_blocks_and_goes_on(url):
+    expected = take(build(url, 2), 12)
+    loader = build(url, 2)
+    begun = take(loader, 5)
+    loader.close()
+    node = loader.root
+    while not isinstance(node, Sharder):
+        node = node.source
+    assert node._graphs == {}
+    assert same(begun + take(loader, 7), expected)
+    loader.close()

@@ -213,8 +213,8 @@ class TestTheSameTopology:
         once, whole = run(partial(build, mixed, urls=urls, batch=1), 30)
         assert same(drawn, once)
         for key in ("credits", "tokens", "documents", "ended"):
-            assert [shard[key] for _, shard in state["shards"].values()] == [
-                shard[key] for _, shard in whole["shards"].values()
+            assert [shard[key] for _, _, shard in state["shards"].values()] == [
+                shard[key] for _, _, shard in whole["shards"].values()
             ]
 
     def test_counters_after_a_load_and_one_more_item_are_those_of_a_run_without_the_load(self, urls):
