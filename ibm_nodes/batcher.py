@@ -19,8 +19,9 @@ IGNORE_INDEX = -100
 class Batcher(BaseNode[Any], Generic[T]):
     """Yields lists of ``batch_size`` items of the source, or what ``collate`` makes of them.
 
-    Its state is the source's, after the last batch that was handed out: a batch that an error interrupted is kept and
-    completed by the next call, and is drawn again after a load.
+    Its state is the source's, after the last batch that was handed out. A batch that an error interrupted is kept and
+    completed by the next call; until then there is a state only if one was taken after the last batch, as a Prefetcher
+    does.
 
     Args:
         source: node of samples.
@@ -55,8 +56,6 @@ class Batcher(BaseNode[Any], Generic[T]):
         self.source.reset(initial_state)
 
     def next(self) -> Any:
-        if not self._batch:
-            self._state = self.get_state()
         batch = self._batch
         while len(batch) < self.batch_size:
             try:
@@ -71,6 +70,11 @@ class Batcher(BaseNode[Any], Generic[T]):
 
     def get_state(self) -> State:
         if self._state is None:
+            if self._batch:
+                raise RuntimeError(
+                    f"an error left a batch with {len(self._batch)} of {self.batch_size} items, which no state can hold: "
+                    "call next() again before saving, or put a Prefetcher above, which keeps the last batch's state"
+                )
             self._state = self.source.state_dict()
         return self._state
 
@@ -107,13 +111,14 @@ class CausalLMCollator:
         for row, sample, length in zip(ids, samples, lengths, strict=True):
             row[:length] = sample.tokens
             row[length:] = self.pad_id
-        input_ids = torch.from_numpy(ids)
         if self.shift_labels:
-            labels = torch.full_like(input_ids, IGNORE_INDEX)
-            labels[:, :-1] = input_ids[:, 1:]
+            labels = np.empty_like(ids)
+            labels[:, :-1] = ids[:, 1:]
+            labels[:, -1] = IGNORE_INDEX
         else:
-            labels = input_ids.clone()
-        for label, length in zip(labels, lengths, strict=True):
-            if length < width:
+            labels = ids.copy()
+        if min(lengths) < width:
+            for label, length in zip(labels, lengths, strict=True):
                 label[length - self.shift_labels :] = IGNORE_INDEX
-        return {"input_ids": input_ids, "labels": labels}
+        # numpy throughout: torch would wake threads of its own to copy, and take cores from the trainer.
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}

@@ -11,7 +11,7 @@ import pyarrow as pa
 from ibm_nodes import formats
 from ibm_nodes.formats.lists import check_ids
 from ibm_nodes.listing import Listing
-from ibm_nodes.permutation import derive_key, permutation
+from ibm_nodes.permutation import derive_key, permutation, random_index
 from ibm_nodes.storage import Object
 
 
@@ -106,7 +106,8 @@ class Blocks:
             url=item.url,
             num_rows=len(order),
             num_empty=last_row - first_row - len(order),
-            ask_at=len(order) // 2,
+            # Somewhere in the middle half, so that the readers of many shards do not all ask at one moment.
+            ask_at=len(order) // 4 + random_index(key, 0, len(order) // 2 + 1),
             size=file.size(number),
             chained=len(set(file.groups[blocks].tolist())) < len(blocks),
         )

@@ -28,20 +28,11 @@ class Document(NamedTuple):
     epoch: int = 0
 
 
-class Place(NamedTuple):
-    """Where a run of tokens in a sample comes from.
-
-    Attributes:
-        name: the dataset's name.
-        url: the object.
-        row: the row in that object.
-        offset: index, in the document, of the first token of the run; -1 is a BOS that the packer put before it.
-    """
-
-    name: str
-    url: str
-    row: int
-    offset: int
+Place = tuple[str, str, int, int]
+"""Where a run of tokens comes from: the dataset's name, the object's URL, the row in it, and the offset, in the
+document, of the first token of the run; an offset of -1 is a BOS that the packer put before it. (A plain tuple, so that a state
+can hold it as it is.)
+"""
 
 
 class Sample(NamedTuple):
@@ -73,12 +64,11 @@ def freeze(item: Any) -> Any:
     """
     kind = type(item)
     if kind is Sample:
-        places = tuple([tuple(place) for place in item.documents])
-        return {TAG: "sample", "tokens": freeze(item.tokens), "starts": item.starts, "documents": places}
+        return {TAG: "sample", "tokens": freeze(item.tokens), "starts": item.starts, "documents": item.documents}
     if kind is Document:
         return {TAG: "document", "tokens": freeze(item.tokens), "place": tuple(item[1:])}
     if kind is np.ndarray and item.dtype.kind in "biuf" and item.dtype.isnative:
-        return {TAG: "array", "tensor": torch.from_numpy(np.array(item))}
+        return {TAG: "array", "tensor": _share(item)}
     if kind in (dict, list, tuple):
         return _freeze_container(item)
     if kind is bytes:
@@ -88,6 +78,15 @@ def freeze(item: Any) -> Any:
     if item is None or kind in KEY_TYPES:
         return item
     raise _refusal(f"an array of {item.dtype}" if kind is np.ndarray else kind.__name__)
+
+
+def _share(array: np.ndarray) -> torch.Tensor:
+    """Gives a tensor over the memory of an array, which cannot be written to from now on."""
+    if not array.flags.writeable or not array.flags.c_contiguous:
+        return torch.from_numpy(np.array(array))
+    tensor = torch.from_numpy(array)
+    array.flags.writeable = False
+    return tensor
 
 
 def _freeze_container(item: Any) -> Any:
@@ -114,8 +113,7 @@ def thaw(data: Any) -> Any:
             array.flags.writeable = False
             return array
         if tag == "sample":
-            places = tuple(Place(*place) for place in data["documents"])
-            return Sample(thaw(data["tokens"]), tuple(data["starts"]), places)
+            return Sample(thaw(data["tokens"]), data["starts"], data["documents"])
         if tag == "document":
             return Document(thaw(data["tokens"]), *data["place"])
         if tag == "bytes":

@@ -104,7 +104,7 @@ class Packer(BaseNode[Sample]):
         if tokens.item(-1) != self.eos_id or (length == 1 and self.bos_id == self.eos_id):
             pieces.append(self._eos)
             self._length += 1
-        self._places.append(Place(document.name, document.url, document.row, offset))
+        self._places.append((document.name, document.url, document.row, offset))
 
     def _cut(self) -> Sample:
         """Takes a sample off the front; what remains is part of one document at most.
@@ -113,13 +113,13 @@ class Packer(BaseNode[Sample]):
         memory.
         """
         pieces, length = self._pieces, self._length
-        tokens = pieces[0] if len(pieces) == 1 and self._places[0].offset > 0 else np.concatenate(pieces)
+        tokens = pieces[0] if len(pieces) == 1 and self._places[0][3] > 0 else np.concatenate(pieces)
         sample = Sample(tokens[: self.seq_len], tuple(self._starts), tuple(self._places))
         if length <= self.seq_len:
             self._pieces, self._starts, self._places, self._length = [], [], [], 0
             return sample
-        place = self._places[-1]
-        place = place._replace(offset=place.offset + self.seq_len - self._starts[-1])
+        name, url, row, offset = self._places[-1]
+        place = (name, url, row, offset + self.seq_len - self._starts[-1])
         self._pieces, self._starts, self._places = [tokens[self.seq_len :]], [0], [place]
         self._length = length - self.seq_len
         return sample

@@ -5,6 +5,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from typing import Any, TypeVar
 
 import torch
@@ -84,6 +85,7 @@ class Prefetcher(BaseNode[T]):
         item, state, error = self._worker.get()
         self.waited_seconds += time.perf_counter() - began
         if error is None:
+            self._worker.spent.append(self._state)
             self._state = state
             return item
         self._end()
@@ -128,8 +130,13 @@ class _Worker:
     def __init__(self, source: BaseNode[Any], size: int, pin: bool) -> None:
         self._queue: queue.Queue[tuple[Any, Any, BaseException | None]] = queue.Queue(size)
         self._stopped = threading.Event()
+        # States that are over. The thread that made them frees them, so that it and the consumer do not contend.
+        self.spent: deque[State | None] = deque()
         self._thread = threading.Thread(
-            target=_fill, args=(source, self._queue, self._stopped, pin), name="ibm_nodes-prefetch", daemon=True
+            target=_fill,
+            args=(source, self._queue, self._stopped, pin, self.spent),
+            name="ibm_nodes-prefetch",
+            daemon=True,
         )
         self._thread.start()
 
@@ -152,10 +159,17 @@ class _Worker:
             self._thread.join(JOIN_SECONDS)
 
 
-def _fill(source: BaseNode[Any], results: "queue.Queue[Any]", stopped: threading.Event, pin: bool) -> None:
+def _fill(
+    source: BaseNode[Any],
+    results: "queue.Queue[Any]",
+    stopped: threading.Event,
+    pin: bool,
+    spent: "deque[State | None]",
+) -> None:
     stop_waiting_when(stopped.is_set)
     while not stopped.is_set():
         result = _draw(source)
+        spent.clear()
         if pin and result[2] is None:
             try:
                 result = (_pinned(result[0]), *result[1:])

@@ -172,10 +172,13 @@ class _Pool:
 
     def _work(self) -> None:
         while (job := self._take()) is not None:
-            stop_waiting_when(partial(getattr, job, "abandoned"))
+            stop_waiting_when(partial(self._is_over, job))
             if not job.abandoned and job.claim():
                 job.run()
             _local.stopped = job = None
+
+    def _is_over(self, job: _Job[Any]) -> bool:
+        return job.abandoned or self._closed
 
     def _take(self) -> "_Job[Any] | None":
         with self.lock:

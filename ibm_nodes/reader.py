@@ -118,6 +118,7 @@ class Reader(BaseNode[Document]):
         self._block: Block | None = None
         self._queue: deque[tuple[Cursor, Task[Block]]] = deque()
         self._depth = 1
+        self._ask_at = 0
         self._ask()
 
     def next(self) -> Document:
@@ -128,7 +129,7 @@ class Reader(BaseNode[Document]):
             row = self._row
             if row < block.num_rows:
                 self._row = row + 1
-                if row == block.ask_at:
+                if row == self._ask_at:
                     self._ask()
                 tokens = block.lists.values[block.begins[row] : block.ends[row]]
                 return Document(tokens, block.url, block.rows[row], self.name, self._at.epoch)
@@ -164,7 +165,7 @@ class Reader(BaseNode[Document]):
             self._depth = min(self._depth + 1, MAX_DEPTH)
         if self._settings["listing"] is None:
             self._settings = {**self._settings, "listing": block.listing}
-        self._block = block
+        self._block, self._ask_at = block, block.ask_at
         if self._depth > 1:
             self._ask()
         return block
@@ -195,7 +196,9 @@ class Reader(BaseNode[Document]):
                 return
             size = self._block.size if self._block else FIRST_READ_BYTES
             queued = read_ahead(partial(self._blocks.load, cursor), size)
-            if queued is None:
+            if queued is None:  # the budget is used up: once more before the block ends
+                if self._block:
+                    self._ask_at = self._row + max(1, (self._block.num_rows - self._row) // 2)
                 return
             self._queue.append((cursor, queued))
 

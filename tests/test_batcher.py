@@ -61,16 +61,28 @@ def test_a_batch_that_an_error_interrupts_is_kept_and_completed(fail):
 
 
 @pytest.mark.parametrize("fail", range(9))
-def test_the_state_while_interrupted_draws_the_batch_again(fail):
+def test_a_state_taken_after_the_last_batch_is_still_there_while_interrupted(fail):
     node, batches = build(9, 3, [fail]), []
     with pytest.raises(OSError, match="cannot read"):
-        for batch in node:
-            batches.append(batch)
+        while True:
+            node.state_dict()
+            batches.append(next(node))
     state = stored(node.state_dict())
     assert state == {"position": fail - fail % 3}
     other = build(9, 3)
     other.reset(state)
     assert batches + list(other) == list(build(9, 3))
+
+
+@pytest.mark.parametrize("fail", [1, 2, 4, 5])
+def test_without_one_it_says_what_to_do_and_has_one_again_after_the_batch(fail):
+    node = build(9, 3, [fail])
+    with pytest.raises(OSError, match="cannot read"):
+        list(node)
+    with pytest.raises(RuntimeError, match="call next\\(\\) again before saving"):
+        node.state_dict()
+    next(node)
+    assert node.state_dict() == {"position": fail - fail % 3 + 3}
 
 
 def test_a_reset_forgets_an_interrupted_batch():
@@ -95,7 +107,6 @@ def test_stop_iteration_from_collate_does_not_end_the_data():
     with pytest.raises(RuntimeError, match="collate raised StopIteration") as raised:
         next(node)
     assert isinstance(raised.value.__cause__, StopIteration)
-    assert node.state_dict() == {"position": 3}
     assert list(node) == [[3, 4, 5], [6, 7, 8]]
 
 

@@ -112,7 +112,7 @@ def digest_of_stream(root, count=400):
     graph = functools.partial(build, root=root)
     digest = hashlib.sha256()
     for sample, _ in zip(Sharder(graph, num_shards=8, rank=0, world_size=1), range(count), strict=False):
-        places = [(place.name, place.url.removeprefix(root), place.row, place.offset) for place in sample.documents]
+        places = [(name, url.removeprefix(root), row, offset) for name, url, row, offset in sample.documents]
         digest.update(repr((sample.tokens.tolist(), list(sample.starts), places)).encode())
     return digest.hexdigest()
 

@@ -620,9 +620,9 @@ def test_every_token_of_a_sample_stands_where_its_document_says(tmp_path, form, 
                 for start, end, place in zip(sample.starts, ends, sample.documents, strict=True):
                     assert start < end
                     for position in range(start, end):
-                        offset = place.offset + position - start
-                        seen[place.url, place.row, offset] += 1
-                        document = expected[place.url, place.row]
+                        offset = place[3] + position - start
+                        seen[place[1], place[2], offset] += 1
+                        document = expected[place[1], place[2]]
                         marked = {-1: bos_id, len(document): eos_id}
                         token = marked[offset] if offset in marked else document[offset]
                         assert sample.tokens[position] == token

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import Items, documents, same, stored, stored_bytes
 
-from ibm_nodes import Document, Packer, Place, Sample
+from ibm_nodes import Document, Packer, Sample
 
 SEQ_LEN = 8
 EOS, BOS = 9, 8
@@ -26,7 +26,7 @@ def expected(docs, eos_id=EOS, bos_id=None):
             run.insert(0, (bos_id, -1))
         if len(run) == 1 and bos_id == eos_id or run[-1][0] != eos_id:
             run.append((eos_id, len(tokens)))
-        stream += [(token, Place(document.name, document.url, document.row, offset)) for token, offset in run]
+        stream += [(token, (document.name, document.url, document.row, offset)) for token, offset in run]
     return stream
 
 
@@ -40,7 +40,7 @@ def placed(samples):
         assert len(sample.starts) == len(sample.documents)
         for start, end, place in zip(sample.starts, ends, sample.documents, strict=True):
             for offset, token in enumerate(sample.tokens[start:end].tolist()):
-                stream.append((token, place._replace(offset=place.offset + offset)))
+                stream.append((token, (*place[:3], place[3] + offset)))
     return stream
 
 
@@ -77,7 +77,7 @@ def test_joins_documents_and_cuts_every_seq_len_tokens():
         [EOS, 3000, 3001, 3002, 3003, 3004, 3005, EOS],
     ]
     assert [sample.starts for sample in samples] == [(0, 4), (0, 1)]
-    assert samples[1].documents == (Place("data", "file-1", 1, 4), Place("data", "file-2", 2, 0))
+    assert samples[1].documents == (("data", "file-1", 1, 4), ("data", "file-2", 2, 0))
 
 
 @pytest.mark.parametrize("bos_id", [None, BOS, EOS])
