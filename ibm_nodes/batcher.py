@@ -72,7 +72,7 @@ class Batcher(BaseNode[Any], Generic[T]):
         if self._state is None:
             if self._batch:
                 raise RuntimeError(
-                    f"an error left a batch with {len(self._batch)} of {self.batch_size} items, which no state can hold: "
+                    f"an error left {len(self._batch)} of {self.batch_size} items of a batch, which no state can hold: "
                     "call next() again before saving, or put a Prefetcher above, which keeps the last batch's state"
                 )
             self._state = self.source.state_dict()

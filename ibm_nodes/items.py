@@ -30,8 +30,8 @@ class Document(NamedTuple):
 
 Place = tuple[str, str, int, int]
 """Where a run of tokens comes from: the dataset's name, the object's URL, the row in it, and the offset, in the
-document, of the first token of the run; an offset of -1 is a BOS that the packer put before it. (A plain tuple, so that a state
-can hold it as it is.)
+document, of the first token of the run; an offset of -1 is a BOS that the packer put before it. (A plain tuple, so
+that a state can hold it as it is.)
 """
 
 
