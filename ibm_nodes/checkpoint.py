@@ -1,22 +1,28 @@
 """Checkpoints of a loader: one small object a rank, written without a word to the other ranks."""
 
-import io
+import logging
 import math
 import re
 import threading
+import time
 import weakref
 from concurrent.futures import Future
 from typing import Any, Literal, NamedTuple
 
-import torch
 from torchdata.nodes import Loader
 
+from ibm_nodes.archive import decode, encode, pack, unpack
+from ibm_nodes.settings import derive_lineage, describe, differences, find_sharder, origins
 from ibm_nodes.sharder import Sharder
-from ibm_nodes.state import merge
-from ibm_nodes.storage import Object, Options, find, read, write
+from ibm_nodes.state import SHARDS_KEY, merge
+from ibm_nodes.stateful import Stateful
+from ibm_nodes.storage import Object, Options, delete, find, read, write
 
-VERSION = 1
-NAME = re.compile(r"step-(\d+)/loader-(\d+)-of-(\d+)\.pt")
+__all__ = ["Checkpoint", "Stateful", "latest", "load", "save"]
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"step-(\d+)/loader-([0-9a-f]{12})-(\d+)-of-(\d+)\.pt")
 
 
 class Checkpoint(NamedTuple):
@@ -25,18 +31,41 @@ class Checkpoint(NamedTuple):
     Attributes:
         step: the trainer's step, as it was given to ``save``.
         position: samples of the global stream that were handed out, on all ranks together.
+        global_batch_size: samples in a batch of all ranks, when it was saved; None without a Batcher.
         world_size: number of data-parallel ranks that saved.
+        lineage: names the chain of starts and settings that led to it.
+        changes: in words, which settings differ from those of the loader.
     """
 
     step: int
     position: int
+    global_batch_size: int | None
     world_size: int
+    lineage: str
+    changes: list[str]
+
+
+class Saved(NamedTuple):
+    """The files of one attempt at one step; complete if there is one for each rank."""
+
+    step: int
+    lineage: str
+    world_size: int
+    files: dict[int, Object]
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the files that are not there."""
+        ranks = (rank for rank in range(self.world_size) if rank not in self.files)
+        return [file_name(self.lineage, rank, self.world_size) for rank in ranks]
 
 
 _in_flight: "weakref.WeakKeyDictionary[Loader[Any], Future[None]]" = weakref.WeakKeyDictionary()
 
 
-def save(loader: Loader[Any], url: str, *, step: int, storage_options: Options = None) -> "Future[None]":
+def save(
+    loader: Loader[Any], url: str, *, step: int, keep: int | None = None, storage_options: Options = None
+) -> "Future[None]":
     """Saves the loader's state after the last batch handed out, and returns at once.
 
     The state is taken here; it is written in the background, as one object of this rank. No rank waits for another.
@@ -46,29 +75,52 @@ def save(loader: Loader[Any], url: str, *, step: int, storage_options: Options =
         loader: a loader with a ``Sharder`` in its graph.
         url: where the checkpoints of this run go, at any store that fsspec knows.
         step: the trainer's step, the same on all ranks.
+        keep: complete steps to keep; older ones are deleted in the background, each rank its part. None keeps all.
         storage_options: fsspec's options for the store.
 
     Raises:
-        ValueError: if step is negative or there is no Sharder.
+        ValueError: if step is negative, keep is below 1, or there is no Sharder.
         OSError: if the save before this one could not be written.
     """
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
-    rank, world_size = _rank(loader)
-    content = {"version": VERSION, "step": step, "rank": rank, "world_size": world_size, "state": loader.state_dict()}
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep must be at least 1 or None, got {keep}")
+    sharder, state, settings = find_sharder(loader), loader.state_dict(), describe(loader)
+    lineage = derive_lineage(origins.get(loader), settings)
+    content = {
+        "step": step,
+        "lineage": lineage,
+        "rank": sharder.rank,
+        "world_size": sharder.world_size,
+        "settings": settings,
+        "saved_at": time.time(),
+    }
     if before := _in_flight.pop(loader, None):
         before.result()
-    target = f"{url.rstrip('/')}/step-{step:08}/loader-{rank:05}-of-{world_size:05}.pt"
+    root = url.rstrip("/")
+    target = f"{root}/step-{step:08}/{file_name(lineage, sharder.rank, sharder.world_size)}"
     future: Future[None] = Future()
     _in_flight[loader] = future
-    threading.Thread(target=_write, args=(future, target, content, storage_options), name="ibm_nodes-save").start()
+
+    def work() -> None:
+        try:
+            shards = {shard: pack(own) for shard, own in state[SHARDS_KEY].items()}
+            write(target, encode({**content, "state": {**state, SHARDS_KEY: shards}}), storage_options)
+            if keep is not None:
+                _delete_old(root, keep, step, sharder.rank, sharder.world_size, storage_options)
+        except BaseException as error:  # raised to who asks for the result, or at the next save
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=work, name="ibm_nodes-save").start()
     return future
 
 
 def latest(url: str, *, storage_options: Options = None) -> int | None:
     """Gives the newest step of which every rank's file is there, or None."""
-    complete = [step for step, files in _steps(url, storage_options).items() if _missing(files) == []]
-    return max(complete, default=None)
+    return max((saved.step for saved in list_saved(url, storage_options) if not saved.missing), default=None)
 
 
 def load(
@@ -81,7 +133,8 @@ def load(
 ) -> Checkpoint | None:
     """Sets the loader to a saved step, at whatever world size it was saved, and says what was loaded.
 
-    Reads only the files that hold logical shards of this rank.
+    Reads only the files that hold logical shards of this rank. What may change between two starts and has changed
+    (weights, datasets, batch size, prefetch) is logged; what shapes the order must be as it was.
 
     Args:
         loader: a loader built with the settings of the one that was saved; rank and world size may differ.
@@ -92,77 +145,103 @@ def load(
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint, or not of that step; says which files are missing.
-        ValueError: if a file is damaged or of a newer version, the files are not of one step, or the settings differ.
+        ValueError: if a file is damaged or of a newer version, the files are not of one step, or the settings
+            differ; says which older step is complete.
     """
-    steps = _steps(url, storage_options)
-    if not steps and missing == "start":
+    found = list_saved(url, storage_options)
+    if not found and missing == "start":
         return None
-    complete = [number for number, files in steps.items() if not _missing(files)]
-    chosen = max(complete, default=None) if step is None else step
-    if chosen not in complete:
-        lacking = "; ".join(
-            f"step {n} lacks {', '.join(_missing(files)[:4])}" for n, files in sorted(steps.items()) if _missing(files)
-        )
-        wanted = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        found = f"complete are {sorted(complete)}" if complete else "none is complete"
-        raise FileNotFoundError(f"{wanted} under {url}: {found}{f'; {lacking}' if lacking else ''}")
-    assert chosen is not None
-    rank, world_size = _rank(loader)
-    files = steps[chosen]
-    saved_size = max(size for _, size in files)
-    stride = math.gcd(saved_size, world_size)
-    contents = [_read(files[old, saved_size], storage_options) for old in range(rank % stride, saved_size, stride)]
-    state = merge(content["state"] for content in contents)
-    loader.load_state_dict(state)
-    return Checkpoint(chosen, state[Sharder.POSITION_KEY], saved_size)
-
-
-def _rank(loader: Loader[Any]) -> tuple[int, int]:
-    node: Any = loader.root
-    while node is not None:
-        if isinstance(node, Sharder):
-            return node.rank, node.world_size
-        node = getattr(node, "source", None)
-    raise ValueError("loader must have a Sharder in its graph to be saved by rank: use state_dict() for others")
-
-
-def _write(future: "Future[None]", url: str, content: dict[str, Any], storage_options: Options) -> None:
+    chosen = _choose(found, url, step, storage_options)
+    older = [saved.step for saved in found if saved.step < chosen.step and not saved.missing]
+    sharder = find_sharder(loader)
+    stride = math.gcd(chosen.world_size, sharder.world_size)
     try:
-        file = io.BytesIO()
-        torch.save(content, file)
-        write(url, file.getvalue(), storage_options)
-    except BaseException as error:  # raised to who asks for the result, or at the next save
-        future.set_exception(error)
-    else:
-        future.set_result(None)
+        files = [chosen.files[rank] for rank in range(sharder.rank % stride, chosen.world_size, stride)]
+        contents = [read_saved(item, storage_options) for item in files]
+        state = _merge(contents, files, chosen)
+        _check_graph(sharder, state)
+    except ValueError as error:
+        error.add_note(f"older complete steps: {sorted(older)}" if older else "there is no older complete step")
+        raise
+    loader.load_state_dict(state)
+    position, settings = state[Sharder.POSITION_KEY], contents[0]["settings"]
+    origins[loader] = (chosen.lineage, position)
+    changes = differences(settings, describe(loader))
+    logger.info("loaded step %d at sample %d from %s", chosen.step, position, url)
+    for change in changes:
+        logger.info("since it was saved, %s", change)
+    batch = settings.get("global_batch_size")
+    return Checkpoint(chosen.step, position, batch, chosen.world_size, chosen.lineage, changes)
 
 
-def _steps(url: str, storage_options: Options) -> dict[int, dict[tuple[int, int], Object]]:
-    steps: dict[int, dict[tuple[int, int], Object]] = {}
+def file_name(lineage: str, rank: int, world_size: int) -> str:
+    """Gives the name of a rank's file. The lineage in it keeps two attempts at the same step apart."""
+    return f"loader-{lineage}-{rank:05}-of-{world_size:05}.pt"
+
+
+def list_saved(url: str, storage_options: Options = None) -> list[Saved]:
+    """Lists what is saved under a URL, by step; incomplete attempts too."""
+    found: dict[tuple[int, str, int], dict[int, Object]] = {}
     for item in find(url, storage_options):
         if match := NAME.fullmatch(item.key):
-            step, rank, world_size = map(int, match.groups())
-            steps.setdefault(step, {})[rank, world_size] = item
-    return steps
+            step, lineage, rank, world_size = match.groups()
+            found.setdefault((int(step), lineage, int(world_size)), {})[int(rank)] = item
+    return [Saved(*key, files) for key, files in sorted(found.items())]
 
 
-def _missing(files: dict[tuple[int, int], Object]) -> list[str]:
-    """Gives the files that a step lacks; one that was saved at two world sizes lacks a single answer."""
-    sizes = {size for _, size in files}
-    if len(sizes) > 1:
-        return [f"agreement: it was saved at world sizes {sorted(sizes)}"]
-    (size,) = sizes
-    return [f"loader-{rank:05}-of-{size:05}.pt" for rank in range(size) if (rank, size) not in files]
+def read_saved(item: Object, storage_options: Options = None) -> dict[str, Any]:
+    """Reads a rank's file.
 
-
-def _read(item: Object, storage_options: Options) -> dict[str, Any]:
-    data = read(item, 0, item.size, storage_options)
-    try:
-        content: dict[str, Any] = torch.load(io.BytesIO(data), weights_only=True)
-    except (RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"{item.url} is damaged ({error}): load an older step") from error
-    if content["version"] > VERSION:
-        raise ValueError(
-            f"{item.url} was written by a newer ibm_nodes (version {content['version']}, this one reads {VERSION})"
-        )
+    Raises:
+        ValueError: if it is damaged, foreign, or of a newer version.
+    """
+    content = decode(read(item, 0, item.size, storage_options), item.url)
+    shards = content["state"][SHARDS_KEY]
+    content["state"] = {**content["state"], SHARDS_KEY: {shard: unpack(packed) for shard, packed in shards.items()}}
     return content
+
+
+def _choose(found: list[Saved], url: str, step: int | None, storage_options: Options) -> Saved:
+    complete = [saved for saved in found if not saved.missing]
+    wanted = max((saved.step for saved in complete), default=None) if step is None else step
+    candidates = [saved for saved in complete if saved.step == wanted]
+    if not candidates:
+        what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        there = sorted({saved.step for saved in complete})
+        lacking = [f"step {saved.step} lacks {', '.join(saved.missing[:4])}" for saved in found if saved.missing]
+        raise FileNotFoundError(
+            "; ".join(
+                [f"{what} under {url}: {f'complete are {there}' if there else 'none is complete'}", *lacking[-4:]]
+            )
+        )
+    if len(candidates) == 1:
+        return candidates[0]
+    return max(candidates, key=lambda saved: read_saved(saved.files[0], storage_options)["saved_at"])
+
+
+def _merge(contents: list[dict[str, Any]], files: list[Object], chosen: Saved) -> dict[str, Any]:
+    for item, content in zip(files, contents, strict=True):
+        inside = file_name(content["lineage"], content["rank"], content["world_size"])
+        if content["step"] != chosen.step or not item.url.endswith(inside):
+            raise ValueError(f"{item.url} holds step {content['step']} of {inside}: it was moved or renamed")
+    return merge(content["state"] for content in contents)
+
+
+def _check_graph(sharder: Sharder[Any], state: dict[str, Any]) -> None:
+    """Lets the nodes of one logical shard compare their settings with the state's, now and not at the first batch."""
+    if state[Sharder.NUM_SHARDS_KEY] == sharder.num_shards:
+        own = state[SHARDS_KEY].get(sharder.rank)
+        if own is not None and own[2] is not None:
+            sharder.graph(sharder.rank, sharder.num_shards).reset(own[2])
+
+
+def _delete_old(url: str, keep: int, step: int, rank: int, world_size: int, storage_options: Options) -> None:
+    found = list_saved(url, storage_options)
+    # Later steps are of an attempt that was given up; they neither count nor go.
+    complete = sorted({saved.step for saved in found if not saved.missing and saved.step <= step})
+    if len(complete) < keep:
+        return
+    for saved in found:
+        if saved.step < complete[-keep]:
+            mine = [item.url for of, item in saved.files.items() if of % world_size == rank]
+            delete(mine, storage_options)

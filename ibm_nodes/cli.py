@@ -1,8 +1,9 @@
-"""The command line: ``ibm-nodes recipes`` and ``ibm-nodes run NAME``."""
+"""The command line: ``ibm-nodes recipes``, ``run NAME``, ``trace NAME``, ``checkpoint show`` and ``verify``."""
 
 import argparse
 import contextlib
 import functools
+import hashlib
 import inspect
 import json
 import os
@@ -10,24 +11,28 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+import torch
 from rich.console import Console
 from torchdata.nodes import Loader
 
-from ibm_nodes import checkpoint, flags, progress
+from ibm_nodes import checkpoint, flags, inspect_checkpoint, progress
 from ibm_nodes.check import check
 from ibm_nodes.recipe import list_recipes, load_recipe
-from ibm_nodes.report import check_summary, run_summary
+from ibm_nodes.report import check_summary, checkpoint_list, checkpoint_step, run_summary, trace_summary
+from ibm_nodes.settings import describe
+from ibm_nodes.trace import Trace, documents, trace
 
 Recipe = Callable[..., Any]
 
 ERRORS = (ValueError, LookupError, TypeError, OSError, ImportError)
 """What bad input and a store that fails raise; anything else is a fault of ours, and keeps its traceback."""
 INTERRUPTED = 130
+DIGEST_BYTES = 8
 
 say = functools.partial(print, flush=True)
 
@@ -77,15 +82,89 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     )
     run.add_argument("name", nargs="?", metavar="NAME", help="a recipe that ibm-nodes recipes lists")
     run.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags")
+    _add_trace(commands)
+    _add_checkpoint(commands)
+    hidden += flags.secrets_in(argv)
     namespace = parser.parse_args(argv)
-    if namespace.command == "run":
+    if namespace.command == "checkpoint":
+        return _checkpoint(namespace, hidden)
+    if namespace.command in ("run", "trace"):
         if namespace.name is None:
-            raise ValueError(f"run must be given the name of a recipe: there are {', '.join(list_recipes())}")
-        return _run(namespace.name, namespace.flags, hidden)
+            names = ", ".join(list_recipes())
+            raise ValueError(f"{namespace.command} must be given the name of a recipe: there are {names}")
+        return (_run if namespace.command == "run" else _trace)(namespace.name, namespace.flags, hidden)
     if namespace.command == "recipes":
         return _recipes()
     parser.print_help()
     return 0
+
+
+def _add_trace(commands: Any) -> None:
+    trace = commands.add_parser(
+        "trace",
+        help="name the documents of a step: ibm-nodes trace NAME --step N [flags]",
+        description="Names the documents of a step's global batch, by a replay of the logical shards concerned.",
+        epilog="The flags depend on the recipe: ibm-nodes trace NAME --help",
+    )
+    trace.add_argument("name", nargs="?", metavar="NAME", help="a recipe that ibm-nodes recipes lists")
+    trace.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags, those of the run")
+
+
+def _add_checkpoint(commands: Any) -> None:
+    about = commands.add_parser(
+        "checkpoint", help="look into checkpoints: show URL, verify URL", description="Looks into saved checkpoints."
+    )
+    actions = about.add_subparsers(dest="action", title="actions", metavar="ACTION", required=True)
+    show = actions.add_parser(
+        "show",
+        help="list the steps, and say what one holds",
+        description="Lists what is saved under a URL, and says what the newest complete step holds.",
+    )
+    verify = actions.add_parser(
+        "verify",
+        help="read every file, and say what cannot be loaded",
+        description="Reads every file of all complete steps, and exits with 1 if one cannot be loaded.",
+    )
+    for action in (show, verify):
+        action.add_argument("url", metavar="URL", help="where the checkpoints of a run are")
+        action.add_argument("--step", type=int, metavar="N", help="only this step")
+        flags.add_storage_options(action)
+    show.add_argument("--json", action="store_true", help="write the result as one line of JSON")
+
+
+def _checkpoint(namespace: argparse.Namespace, hidden: list[str]) -> int:
+    options = flags.storage_options(namespace)
+    hidden += flags.secrets(options)
+    options_of_url = _of_url(namespace.url, options)
+    if namespace.action == "verify":
+        whole, reasons = inspect_checkpoint.verify(namespace.url, namespace.step, options_of_url)
+        for text in whole:
+            say(text)
+    else:
+        reasons = _show(namespace, options_of_url, hidden)
+    for reason in reasons:
+        print(f"ibm-nodes: {_sentence(ValueError(reason), hidden)}", file=sys.stderr)
+    return 1 if reasons else 0
+
+
+def _show(namespace: argparse.Namespace, storage_options: Any, hidden: list[str]) -> list[str]:
+    entries = inspect_checkpoint.survey(namespace.url, storage_options)
+    found, reasons = None, []
+    if namespace.step is not None or any(entry["complete"] for entry in entries):
+        try:
+            found = inspect_checkpoint.describe_step(namespace.url, namespace.step, storage_options)
+        except inspect_checkpoint.FAULTS as error:
+            reasons.append(_sentence(error, hidden))
+    if namespace.json:
+        say(json.dumps({"url": namespace.url, "steps": entries, "newest": found, "problems": reasons}))
+    else:
+        say("\n".join([*checkpoint_list(entries), *(["", *checkpoint_step(found)] if found else [])]))
+    return reasons
+
+
+def _of_url(url: str, storage_options: Any) -> Any:
+    """Gives the options where a URL is one of a store; a path on a disk takes none."""
+    return storage_options if "://" in url and not url.startswith("file:") else None
 
 
 def _recipes() -> int:
@@ -169,6 +248,8 @@ def _stream(name: str, recipe: Recipe, arguments: dict[str, Any], options: argpa
         world_size, batches_per_step = _division(loader, _settings(recipe, arguments))
         saver = _Saver(loader, options, arguments.get("storage_options"))
         meter = progress.Meter(loader, batches_per_step)
+        if options.run_digest:
+            meter = _DigestMeter(loader, batches_per_step, saver.first, functools.partial(console.out, highlight=False))
         num_tokens = options.run_tokens and -(-options.run_tokens // world_size)
         limits = progress.Limits(options.run_steps, num_tokens, options.run_seconds)
         with progress.panel(console, name) if on_terminal else contextlib.nullcontext(progress.lines(console)) as show:
@@ -179,15 +260,97 @@ def _stream(name: str, recipe: Recipe, arguments: dict[str, Any], options: argpa
     return INTERRUPTED if end == "interrupted" else 0
 
 
+def _trace(name: str, given: list[str], hidden: list[str]) -> int:
+    recipe = load_recipe(name)
+    options = flags.trace_parser(name, recipe).parse_args(given)
+    arguments = flags.arguments(recipe, options)
+    storage_options = arguments.get("storage_options", {})
+    hidden += flags.secrets(storage_options)
+    if "world_size" in arguments:
+        arguments.setdefault("rank", 0)
+    loader = _loader(name, recipe, arguments)
+    batch_size = _settings(recipe, arguments).get("global_batch_size") or describe(loader).get("global_batch_size")
+    if batch_size is None:
+        raise TypeError(f"recipe {name!r} has no global_batch_size, and no Batcher that would tell what a step holds")
+    found = trace(
+        loader,
+        step=options.run_step,
+        global_batch_size=batch_size,
+        url=options.run_checkpoint,
+        row=options.run_row,
+        storage_options=_of_url(options.run_checkpoint or "", storage_options),
+    )
+    report = _trace_report(found, text=options.run_text)
+    if options.run_json:
+        say(json.dumps({"recipe": name, **report, "changes": found.changes}))
+    else:
+        say("\n".join(trace_summary(report)))
+    for change in found.changes:
+        print(f"ibm-nodes: since step {found.since} was saved, {_hide(change, hidden)}", file=sys.stderr)
+    return 0
+
+
+def _trace_report(found: Trace, *, text: bool) -> dict[str, Any]:
+    samples = [
+        {
+            "row": traced.row,
+            "sample": traced.number,
+            "shard": traced.shard,
+            "documents": documents(traced.sample, text=text),
+        }
+        for traced in found.samples
+    ]
+    return {
+        "step": found.step,
+        "since": found.since,
+        "begin": found.begin,
+        "end": found.end,
+        "num_shards": found.num_shards,
+        "samples": samples,
+    }
+
+
+class _DigestMeter(progress.Meter):
+    """Writes a hash of this rank's input ids after each optimizer step, equal for all sizes of micro batches."""
+
+    def __init__(self, loader: Loader[Any], batches_per_step: int, first: int, put: Callable[[str], None]) -> None:
+        super().__init__(loader, batches_per_step)
+        self.first, self.put = first, put
+        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+    def draw(self, batches: Iterator[Any]) -> int:
+        """Takes a batch, and gives its number of tokens."""
+        tap = _Tap(batches)
+        num_tokens = super().draw(tap)
+        ids = tap.last.get("input_ids") if isinstance(tap.last, dict) else tap.last
+        if not isinstance(ids, torch.Tensor):
+            raise TypeError(f"batches must have a tensor input_ids to be hashed, got {type(tap.last).__name__}")
+        self._hash.update(ids.to("cpu", torch.int64).contiguous().numpy().data)
+        if self.batches % self.batches_per_step == 0:
+            self.put(f"step {self.first + self.steps} {self._hash.hexdigest()}")
+            self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        return num_tokens
+
+
+class _Tap(Iterator[Any]):
+    """Hands on what an iterator gives, and keeps the last of it."""
+
+    def __init__(self, source: Iterator[Any]) -> None:
+        self.source = source
+        self.last: Any = None
+
+    def __next__(self) -> Any:
+        self.last = next(self.source)
+        return self.last
+
+
 class _Saver:
     """Loads the newest checkpoint of a run, and saves the steps that are to be saved; does nothing without a URL."""
 
     def __init__(self, loader: Loader[Any], options: argparse.Namespace, storage_options: Any) -> None:
         self.loader = loader
         self.url, self.every = options.run_checkpoint, options.run_save_every
-        self.storage_options = (
-            storage_options if "://" in (self.url or "") and not self.url.startswith("file:") else None
-        )
+        self.storage_options = _of_url(self.url or "", storage_options)
         self.first = 0
         self.saved: Future[None] | None = None
         if self.url and (
@@ -232,6 +395,10 @@ def _sentence(error: BaseException, hidden: Sequence[str]) -> str:
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     notes = getattr(error, "__notes__", [])
     text = " ".join((text or type(error).__name__).split()) + (f" ({'; '.join(notes)})" if notes else "")
+    return _hide(text, hidden)
+
+
+def _hide(text: str, hidden: Sequence[str]) -> str:
     for secret in sorted(hidden, key=len, reverse=True):
         text = re.sub(rf"(?<![\w/+]){re.escape(secret)}(?![\w/+])", "***", text) if secret else text
     return text

@@ -72,12 +72,67 @@ def parser(name: str, recipe: Callable[..., Any]) -> Parser:
     add("--checkpoint", metavar="URL", help="go on from the newest checkpoint there, if there is any; save at the end")
     add("--save-every", type=number, metavar="N", help="save every N optimizer steps as well")
     add("--check", action="store_true", help="only read a block of each dataset, and say what a run would meet")
+    add("--digest", action="store_true", help="write a hash of this rank's input ids after each optimizer step")
     add("--json", action="store_true", help="write the result as one line of JSON")
+    _add_recipe(made, name, recipe, "run")
+    return made
+
+
+def trace_parser(name: str, recipe: Callable[..., Any]) -> Parser:
+    """Gives the parser of ``ibm-nodes trace NAME``: which step to look into, then the recipe's flags.
+
+    Raises:
+        TypeError: as ``parser`` does.
+    """
+    made = Parser(prog=f"ibm-nodes trace {name}", description="Names the documents of a step's global batch.")
+    group = made.add_argument_group("flags of every trace")
+    number = _above_zero(int)
+
+    def add(flag: str, **more: Any) -> None:
+        group.add_argument(flag, dest=RUN + flag.strip("-").replace("-", "_"), **more)
+
+    add("--step", type=number, metavar="N", required=True, help="the optimizer step to look into; the first one is 1")
+    add(
+        "--checkpoint",
+        metavar="URL",
+        help="replay from the newest step that was saved there before; else from the start",
+    )
+    add("--row", type=_from_zero, metavar="K", help="only sample K of the global batch, counted from 0")
+    add("--text", action="store_true", help="write the tokens as text too, each id below 256 as the byte that it is")
+    add("--json", action="store_true", help="write the result as one line of JSON")
+    _add_recipe(made, name, recipe, "trace")
+    return made
+
+
+def add_storage_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag for the options of a store to the parser of a command without a recipe."""
+    parser.add_argument(
+        "--storage-option",
+        dest="storage_options",
+        action="append",
+        type=_option,
+        default=[],
+        metavar="KEY=VALUE",
+        help="fsspec's options for the store: key, secret, endpoint_url, anon, profile ...",
+    )
+
+
+def storage_options(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Gives the options of the store, as they were parsed by the flag that ``add_storage_options`` adds.
+
+    Raises:
+        ValueError: if one is given twice.
+    """
+    return _mapping("storage_options", namespace.storage_options)
+
+
+def _add_recipe(made: Parser, name: str, recipe: Callable[..., Any], command: str) -> None:
     try:
         _add_flags(made, recipe)
     except argparse.ArgumentError as error:
-        raise TypeError(f"recipe {name!r} has an argument that is named as a flag of every run: {error}") from error
-    return made
+        raise TypeError(
+            f"recipe {name!r} has an argument that is named as a flag of every {command}: {error}"
+        ) from error
 
 
 def _add_flags(parser: argparse.ArgumentParser, recipe: Callable[..., Any]) -> None:
@@ -144,6 +199,13 @@ def _above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
         raise argparse.ArgumentTypeError(f"must be a number above 0, got {text!r}")
 
     return parse
+
+
+def _from_zero(text: str) -> int:
+    with contextlib.suppress(ValueError):
+        if (value := int(text)) >= 0:
+            return value
+    raise argparse.ArgumentTypeError(f"must be a number from 0 on, got {text!r}")
 
 
 def _count(text: str) -> int:

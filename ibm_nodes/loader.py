@@ -1,13 +1,12 @@
 """Loader: what a training loop iterates over, saves and loads."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torchdata.nodes
 from torchdata.nodes import BaseNode
 
-from ibm_nodes.state import State, copy_containers
+from ibm_nodes.state import State, copy_state
 
 T = TypeVar("T")
 
@@ -31,13 +30,13 @@ class Loader(torchdata.nodes.Loader[T]):
         return _Iterator(self.root)
 
     def state_dict(self) -> State:
-        """Returns the state after the last item handed out, to save and load; its tensors must not be written to."""
-        state: State = copy_containers(self.root.state_dict())
+        """Returns the state after the last item handed out, to save and load."""
+        state: State = copy_state(self.root.state_dict())
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Sets the loader to a state; iterators that exist go on from there too."""
-        self.root.reset(copy.deepcopy(state_dict))
+        self.root.reset(copy_state(state_dict))
 
     def close(self) -> None:
         """Ends the background threads and lets go of blocks; iterating again goes on after the last item handed out."""

@@ -106,8 +106,13 @@ class Prefetcher(BaseNode[T]):
     def close(self) -> None:
         """Ends the thread; the next call starts another one, after the last item handed out."""
         if self._worker is not None:
+            worker = self._worker
             self._end()
             self._stale = True
+            node: Any = None if worker.is_alive() else self.source
+            while node is not None:  # what they have read ahead is of no use any more
+                getattr(node, "close", lambda: None)()
+                node = getattr(node, "source", None)
 
     def _end(self) -> None:
         assert self._worker is not None
@@ -147,6 +152,9 @@ class _Worker:
             except queue.Empty:
                 if not self._thread.is_alive() and self._queue.empty():
                     raise RuntimeError("the prefetching thread has died without a word") from None
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
 
     def wait(self) -> None:
         """Waits for the thread, which is told to stop, to leave the source."""

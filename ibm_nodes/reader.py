@@ -151,6 +151,11 @@ class Reader(BaseNode[Document]):
             "passes": self._passes,
         }
 
+    def close(self) -> None:
+        """Gives up the reads that it has asked for; the next document asks anew."""
+        if hasattr(self, "_queue"):
+            self._queue.clear()
+
     def _load(self) -> Block:
         """Waits for the block that the cursor stands at."""
         if self.epochs is not None and self._at.epoch >= self.epochs:

@@ -17,6 +17,8 @@ BOUNDS = {
     "consumer": "the consumer: data was ready when it was asked for",
 }
 DATASET_HEAD = ("dataset", "tokens", "share", "weight", "passes")
+CHECKPOINT_HEAD = ("step", "state", "ranks", "position", "bytes", "lineage")
+STEP_HEAD = ("dataset", "tokens", "documents", "share", "weight", "passes")
 CHECK_HEAD = ("dataset", "files", "bytes", "tokens", "weight", "passes", "largest id", "column")
 
 
@@ -112,6 +114,63 @@ def check_summary(report: Report) -> list[str]:
             )
         )
     return [*columns(rows), "", *(f"{name}: {text}" for name, text in _facts(report).items())]
+
+
+def checkpoint_list(entries: Sequence[Report]) -> list[str]:
+    """Writes the table of what is saved, by step."""
+    rows = [CHECKPOINT_HEAD]
+    for entry in entries:
+        position, missing = entry["position"], len(entry["missing"])
+        rows.append(
+            (
+                f"{entry['step']:,}",
+                f"{missing:,} of {entry['world_size']:,} files missing" if missing else "complete",
+                f"{entry['world_size']:,}",
+                "?" if position is None else f"{position:,}",
+                size(entry["bytes"]),
+                entry["lineage"],
+            )
+        )
+    lines = columns(rows)
+    for entry in entries:
+        lines += [f"step {entry['step']:,} lacks {name}" for name in entry["missing"]]
+        lines += [f"step {entry['step']:,}: {entry['fault']}"] if entry["fault"] else []
+    return lines
+
+
+def checkpoint_step(report: Report) -> list[str]:
+    """Writes what one saved step holds."""
+    rows: list[tuple[str, ...]] = [STEP_HEAD]
+    for (name, tokens, *others), entry in zip(_datasets(report), report["datasets"].values(), strict=True):
+        documents = f"{entry['documents']:,}" if "documents" in entry else "?"
+        rows.append((name, tokens, documents, *others))
+    sizes = report["bytes_per_rank"]
+    batch = report["settings"].get("global_batch_size")
+    return [
+        f"step {report['step']:,}: {report['position']:,} samples, {count(report['tokens'])} tokens drawn, "
+        f"{report['num_shards']:,} logical shards" + (f", batches of {batch:,} samples" if batch else ""),
+        *columns(rows),
+        f"bytes a rank: {size(min(sizes))} to {size(max(sizes))}, {size(sum(sizes))} on {len(sizes):,} ranks",
+    ]
+
+
+def trace_summary(report: Report) -> list[str]:
+    """Writes the documents of each sample of a step."""
+    since = f"since step {report['since']:,}" if report["since"] else "since the start"
+    lines = [
+        f"step {report['step']:,}: samples {report['begin']:,} to {report['end'] - 1:,} of {report['num_shards']:,} "
+        f"logical shards, replayed {since}"
+    ]
+    for sample in report["samples"]:
+        lines.append(f"row {sample['row']:,}: sample {sample['sample']:,}, logical shard {sample['shard']:,}")
+        for document in sample["documents"]:
+            lines.append(
+                f"  {document['at']:,}: {document['dataset']}, {document['url']}, {document['place']}, "
+                f"tokens {document['begin']:,} to {document['end']:,}" + (" after BOS" if document["bos"] else "")
+            )
+            if "text" in document:
+                lines.append(f"    {document['text']!r}")
+    return lines
 
 
 def _facts(report: Report) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 State = dict[str, Any]
 
 SHARDS_KEY = "shards"
@@ -37,13 +39,13 @@ def check_settings(node: object, state: Mapping[str, Any], **settings: Any) -> N
             )
 
 
-def copy_containers(state: Any) -> Any:
-    """Copies the dicts, lists and tuples of a state; what they hold at last (numbers, text, tensors) is shared."""
+def copy_state(state: Any) -> Any:
+    """Copies a state, so that whoever writes to the copy changes nothing else."""
     if type(state) is dict:
-        return {key: copy_containers(value) for key, value in state.items()}
+        return {key: copy_state(value) for key, value in state.items()}
     if type(state) in (list, tuple):
-        return type(state)([copy_containers(value) for value in state])
-    return state
+        return type(state)([copy_state(value) for value in state])
+    return state.clone() if isinstance(state, torch.Tensor) else state
 
 
 def merge(states: Iterable[State]) -> State:

@@ -29,11 +29,12 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
             "seconds": counters.store_seconds,
             "waited_seconds": counters.waited_seconds,
         },
-        "datasets": _datasets(shards, state.get("num_shards", 1), len(state.get(SHARDS_KEY, [0]))),
+        "datasets": dataset_totals(shards, state.get("num_shards", 1), len(state.get(SHARDS_KEY, [0]))),
     }
 
 
-def _datasets(shards: list[State], num_shards: int, num_owned: int) -> dict[str, dict[str, float]]:
+def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict[str, dict[str, float]]:
+    """Gives what shards' states say of each dataset; ``num_owned`` of ``num_shards`` are given."""
     datasets: dict[str, dict[str, float]] = {}
     for mixer in (found for shard in shards for found in _find(shard, "credits")):
         total = sum(mixer["weights"].values()) or 1

@@ -7,6 +7,7 @@ import posixpath
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import fsspec
@@ -72,6 +73,16 @@ def write(url: str, data: bytes, storage_options: Options = None) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def delete(urls: list[str], storage_options: Options = None) -> None:
+    """Deletes objects; one that is not there any more is no error."""
+    for url in urls:
+        fs, path = _filesystem(url, storage_options)
+        try:
+            _retried(partial(_call, fs, "rm_file", path), url)
+        except FileNotFoundError:
+            continue
 
 
 def find(url: str, storage_options: Options = None) -> list[Object]:

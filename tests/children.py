@@ -29,7 +29,7 @@ def start_code(code, *arguments):
 
 
 def _start(what, arguments):
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-P", *what, json.dumps(arguments)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, text=True, **pipes)

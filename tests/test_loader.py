@@ -317,7 +317,7 @@ def test_pickles_before_it_has_started_and_gives_the_same(url, prefetch):
 
 def test_a_pickled_loader_runs_in_a_process_of_its_own(url):
     loader = build(url)
-    path = os.pathsep.join([str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     child = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         input=pickle.dumps(loader),

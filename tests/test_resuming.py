@@ -632,14 +632,14 @@ class TestOtherSizes:
                 checkpoint.save(loader, url, step=step).result()
         for loader in ranks:
             loader.close()
-        os.unlink(f"{tmp_path}/saved/step-00000020/loader-00002-of-00004.pt")
+        next(tmp_path.glob("saved/step-00000020/*-00002-of-00004.pt")).unlink()
         new = build(urls=urls, num_shards=24)
-        with pytest.raises(FileNotFoundError, match="loader-00002-of-00004.pt"):
+        with pytest.raises(FileNotFoundError, match="-00002-of-00004.pt"):
             checkpoint.load(new, url, step=20)
-        assert checkpoint.load(new, url) == (10, 12, 4)
-        os.unlink(f"{tmp_path}/saved/step-00000010/loader-00001-of-00004.pt")
+        assert checkpoint.load(new, url)[:2] == (10, 12)
+        next(tmp_path.glob("saved/step-00000010/*-00001-of-00004.pt")).unlink()
         for missing in ("error", "start"):
-            with pytest.raises(FileNotFoundError, match="loader-00001-of-00004.pt"):
+            with pytest.raises(FileNotFoundError, match="-00001-of-00004.pt"):
                 checkpoint.load(new, url, missing=missing)
 
     def test_the_depth_of_prefetching_may_change_at_every_resume(self, urls):

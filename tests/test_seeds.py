@@ -281,7 +281,7 @@ def interleaved(parts):
 def children(url):
     """The numbers of the documents that each rank reads, in two processes that hash texts in different ways."""
     processes = []
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     for ranks in ("01", "23"):
         environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": ranks}
         command = [sys.executable, "-P", __file__, url, ranks]
@@ -311,7 +311,7 @@ class TestOtherRandomness:
             "import ibm_nodes.testing, ibm_nodes.recipes.pretrain\n"
             "assert generators() == before\n"
         )
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-P", "-c", "import sys\n" + code]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=60)
 

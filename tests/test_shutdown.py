@@ -94,7 +94,7 @@ class TestTheEndOfAScript:
         cases = self.run(local, tmp_path, ["by sys.exit(3)", "with its iterator in a global", "in the midst of a save"])
         case = cases[-1]
         with children.build(local) as loader:
-            assert checkpoint.load(loader, case["url"]) == (3, 12, 1)
+            assert checkpoint.load(loader, case["url"])[:2] == (3, 12)
             rest = [children.digest(batch) for batch in itertools.islice(loader, 3)]
         assert rest == digests(local, 6)[3:]
 
