@@ -1,4 +1,8 @@
-"""The command line: ``ibm-nodes recipes``, ``run NAME``, ``trace NAME``, ``checkpoint show`` and ``verify``."""
+"""The command line: ``ibm-nodes recipes``, ``run NAME``, ``trace NAME``, ``checkpoint show`` and ``verify``.
+
+Longer than other modules, since all commands share one treatment of bad input, signals and exit codes; what they do and
+print lies in modules of its own.
+"""
 
 import argparse
 import contextlib
