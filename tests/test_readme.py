@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import threading
 
 import corpora
 import pytest
@@ -50,6 +51,9 @@ def test_the_training_loop_saves_and_goes_on(urls):
 
     with pytest.raises(Stop):
         run(code, urls, train=train_until(13))
+    for thread in threading.enumerate():  # a program would wait for its last save at its end
+        if thread.name == "ibm_nodes-save":
+            thread.join()
     first = list(seen)
     del seen[10:]  # what came after the last save
     with pytest.raises(Stop):
