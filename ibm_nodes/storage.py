@@ -20,6 +20,7 @@ T = TypeVar("T")
 Options = Mapping[str, Any] | None
 
 NUM_TRIES = 4
+WRITE_SECONDS = 10.0  # an attempt to write has these, and a second more for each MiB
 
 
 class Object(NamedTuple):
@@ -64,7 +65,8 @@ def write(url: str, data: bytes, storage_options: Options = None) -> None:
     """Writes an object whole or not at all: one PUT, or a temporary file, fsync and rename."""
     fs, path = _filesystem(url, storage_options)
     if not isinstance(fs, LocalFileSystem):
-        _retried(lambda: _call(fs, "pipe_file", path, data), url)
+        limit = WRITE_SECONDS + len(data) / s3.MIN_BYTES_PER_SECOND
+        _retried(lambda: _call(fs, "pipe_file", path, data, limit_seconds=limit), url)
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
@@ -111,10 +113,13 @@ def _find(fs: Any, root: str, url: str) -> dict[str, dict[str, Any]]:
     return {path: info for path, info in found.items() if info["type"] == "file"}
 
 
-def _call(fs: Any, name: str, *arguments: Any, **options: Any) -> Any:
-    """Calls a method of a filesystem; a wait for the network can be given up."""
+def _call(fs: Any, name: str, *arguments: Any, limit_seconds: float | None = None, **options: Any) -> Any:
+    """Calls a method of a filesystem; a wait for the network can be given up, and has a limit where clients have none.
+
+    aiohttp waits for ever for the "100 Continue" before the body of a PUT.
+    """
     if getattr(fs, "async_impl", False):
-        return _wait(getattr(fs, f"_{name}")(*arguments, **options), fs.loop)
+        return _wait(asyncio.wait_for(getattr(fs, f"_{name}")(*arguments, **options), limit_seconds), fs.loop)
     return getattr(fs, name)(*arguments, **options)
 
 

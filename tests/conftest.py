@@ -28,6 +28,12 @@ class Bucket:
     storage_options: dict[str, Any]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(3600))
+
+
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object_store.ObjectStore]:
     """One server for all tests."""

@@ -5,13 +5,14 @@ repeat or a wrong place is visible.
 """
 
 import io
-import pathlib
 import random
 from collections.abc import Sequence
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from ibm_nodes import storage
 
 STRIDE = 1000
 ROWS_PER_BATCH = 1 << 32
@@ -66,25 +67,17 @@ def parquet(batches: Sequence[pa.Table], schema=None, **options) -> bytes:
 FORMATS = {"arrow": arrow, "parquet": parquet}
 
 
-def put(url: str, data: bytes, storage_options=None) -> None:
-    """Writes an object."""
-    filesystem, path = fsspec.core.url_to_fs(url, **(storage_options or {}))
-    if url.startswith("file://"):
-        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    filesystem.pipe_file(path, data)
-
-
 def copy(source: str, target: str, storage_options=None) -> None:
     """Copies what is under a prefix of an object store to a prefix of the disk."""
     filesystem, root = fsspec.core.url_to_fs(source, **(storage_options or {}))
     for path in filesystem.find(root):
-        put(target + path[len(root) :], filesystem.cat_file(path))
+        storage.write(target + path[len(root) :], filesystem.cat_file(path))
 
 
 def write(url: str, files: Sequence[Sequence[Sequence[Sequence[int]]]], form: str, storage_options=None) -> str:
     """Writes a dataset of files of batches of documents; gives its prefix."""
     for number, batches in enumerate(files):
-        put(f"{url}{number:03}.{form}", FORMATS[form](tables(batches)), storage_options)
+        storage.write(f"{url}{number:03}.{form}", FORMATS[form](tables(batches)), storage_options)
     return url
 
 
@@ -121,5 +114,7 @@ def write_mix(url: str, storage_options=None, *, seed=0, stride=20_000) -> dict[
         prefixes[name] = f"{url}{name}/"
         for number, part in enumerate(cut(rows, sizes)):
             form = ("arrow", "parquet")[number % 2]
-            put(f"{prefixes[name]}{number:03}.{form}", FORMATS[form](tables(every(part, 13))), storage_options)
+            storage.write(
+                f"{prefixes[name]}{number:03}.{form}", FORMATS[form](tables(every(part, 13))), storage_options
+            )
     return prefixes

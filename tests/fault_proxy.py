@@ -26,6 +26,9 @@ class Request:
     def is_read(self) -> bool:
         return self.method == "GET" and "range" in self.headers
 
+    def is_write(self) -> bool:
+        return self.method == "PUT"
+
     def is_listing(self) -> bool:
         return self.method == "GET" and "list-type=2" in self.path
 
@@ -125,9 +128,10 @@ class FaultProxy:
         request = Request(
             method, path, {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
         )
-        data = await reader.readexactly(int(request.headers.get("content-length", 0)))
         self.requests.append(request)
         fault = (next(self._faults, None) if self._where(request) else None) or Fault()
+        data = b"" if fault.then == "hang" else await self._hear(request, reader, writer)
+        lines = [line for line in lines if not line.lower().startswith("expect:")]
         if fault.before is not None:
             await asyncio.to_thread(fault.before)
         if fault.status:
@@ -148,6 +152,11 @@ class FaultProxy:
                 await asyncio.sleep(len(part) / fault.rate)
         if fault.after is not None:
             await self._end(fault.then, reader, writer)
+
+    async def _hear(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        if request.headers.get("expect") == "100-continue":
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return await reader.readexactly(int(request.headers.get("content-length", 0)))
 
     async def _ask(self, method: str, path: str, lines: list[str], data: bytes) -> tuple[bytes, bytes]:
         """Asks the server by HTTP/1.0, so that it answers without chunks and then closes."""

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torchdata.nodes import BaseNode
 
-from ibm_nodes import Batcher, Loader, checkpoint, cli, flags, list_recipes, load_recipe, progress, report
+from ibm_nodes import Batcher, Loader, checkpoint, cli, flags, list_recipes, load_recipe, progress, report, storage
 
 SCRIPT = str(Path(sys.executable).with_name("ibm-nodes"))
 SEQ_LEN, BATCH = 64, 24
@@ -83,7 +83,7 @@ def one(url, *more):
 
 def put_table(url, storage_options=None, **columns_):
     """Writes a dataset of one Arrow file."""
-    corpora.put(f"{url}0.arrow", corpora.arrow([pa.table(columns_)]), storage_options)
+    storage.write(f"{url}0.arrow", corpora.arrow([pa.table(columns_)]), storage_options)
     return url
 
 
@@ -543,7 +543,7 @@ class TestBadData:
 
     def test_no_such_folder_and_an_empty_prefix(self, fails, root, check):
         assert fails(*one(f"{root}nowhere/", *check)).startswith(f"no data under {root}nowhere/: it holds nothing")
-        corpora.put(f"{root}other/readme.txt", b"hello")
+        storage.write(f"{root}other/readme.txt", b"hello")
         assert f"no data under {root}other/: it holds 1 other" in fails(*one(f"{root}other/", *check))
 
     def test_no_such_column_names_the_integer_lists(self, fails, root, check):
@@ -580,7 +580,7 @@ class TestBadData:
 
     @pytest.mark.parametrize("name", ["0.arrow", "0.parquet"])
     def test_a_file_that_cannot_be_read(self, fails, root, check, name):
-        corpora.put(f"{root}x/{name}", b"no such format" * 10)
+        storage.write(f"{root}x/{name}", b"no such format" * 10)
         assert f"{root}x/{name} is not a" in fails(*one(f"{root}x/", "--steps", 1, *check), out=check)
 
     def test_stores_that_nobody_knows(self, fails, check):
@@ -750,9 +750,9 @@ def test_a_check_shows_all_that_would_fail(ibm_nodes, tmp_path):
 def test_a_check_passes_over_blocks_without_tokens(ibm_nodes, tmp_path):
     url = f"file://{tmp_path}/x/"
     empty = [[] for _ in range(5000)]
-    corpora.put(f"{url}0.arrow", corpora.arrow(corpora.tables([empty, empty])))
-    corpora.put(f"{url}1.arrow", corpora.arrow([]))
-    corpora.put(f"{url}2.parquet", corpora.parquet(corpora.tables([[[], [7, 9]]])))
+    storage.write(f"{url}0.arrow", corpora.arrow(corpora.tables([empty, empty])))
+    storage.write(f"{url}1.arrow", corpora.arrow([]))
+    storage.write(f"{url}2.parquet", corpora.parquet(corpora.tables([[[], [7, 9]]])))
     code, out, _ = ibm_nodes(*one(url, "--check", "--json"))
     assert code == 0
     assert json.loads(out)["datasets"]["x"]["largest_id"] == 9

@@ -14,7 +14,7 @@ import zlib
 import corpora
 import pytest
 
-from ibm_nodes import Mixer, Packer, Reader, Sharder, Shuffler
+from ibm_nodes import Mixer, Packer, Reader, Sharder, Shuffler, storage
 
 # Documents of 0 to 40 tokens, 1000 * document + position: 60 in six record batches, and 45 in four row groups.
 # Compressed with zlib, in base 85.
@@ -87,7 +87,7 @@ STREAM = "0950eb0a546fd14a44a01b56a5b9b007532171641cd0da967408ebd646a45d53"
 
 def put_files(root):
     for key, text in FILES.items():
-        corpora.put(f"{root}{key}", zlib.decompress(base64.b85decode("".join(text.split()))))
+        storage.write(f"{root}{key}", zlib.decompress(base64.b85decode("".join(text.split()))))
     return root
 
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from sources import stored
 
-from ibm_nodes import Packer, Reader
+from ibm_nodes import Packer, Reader, storage
 from ibm_nodes.formats import arrow, parquet
 from ibm_nodes.read_ahead import counters
 
@@ -338,7 +338,7 @@ def check_column(tmp_path, form, parts, **options):
     """The rows of files with these arrays as batches are what pyarrow reads, for one and for three logical shards."""
     tables = [pa.table({"tokens": part}) for part in parts]
     url = f"file://{tmp_path}/data/"
-    corpora.put(f"{url}0.{form}", corpora.FORMATS[form](tables, **options))
+    storage.write(f"{url}0.{form}", corpora.FORMATS[form](tables, **options))
     rows = corpora.read(url)
     assert list(rows.values()) == [row or [] for part in parts for row in part.to_pylist()]
     for num_shards in (1, 3):
@@ -372,7 +372,7 @@ def test_reads_right_tokens_from_chunked_columns(tmp_path, form):
     else:
         pq.write_table(table, data, row_group_size=4)
     url = f"file://{tmp_path}/data/"
-    corpora.put(f"{url}0.{form}", data.getvalue())
+    storage.write(f"{url}0.{form}", data.getvalue())
     rows = corpora.read(url)
     assert list(rows.values()) == [row or [] for row in ROWS]
     for num_shards in (1, 3):
@@ -423,7 +423,7 @@ def test_reads_one_column_of_many(tmp_path, form, block_sizes):
         table = table.drop_columns("empty")
     url = f"file://{tmp_path}/data/"
     kept = table.combine_chunks()
-    corpora.put(f"{url}0.{form}", corpora.FORMATS[form]([kept.slice(0, 40)]))
+    storage.write(f"{url}0.{form}", corpora.FORMATS[form]([kept.slice(0, 40)]))
     expected = corpora.read(url)
     assert list(expected.values()) == rows
     for num_shards in (1, 3):
@@ -436,8 +436,8 @@ def test_a_column_of_another_place_in_each_file_is_found_by_its_name(tmp_path, f
     rows = corpora.documents([3] * 6)
     url = f"file://{tmp_path}/data/"
     other = lists([[1]] * 3)
-    corpora.put(f"{url}0.{form}", corpora.FORMATS[form]([pa.table({"a": other, "tokens": lists(rows[:3])})]))
-    corpora.put(f"{url}1.{form}", corpora.FORMATS[form]([pa.table({"tokens": lists(rows[3:]), "a": other})]))
+    storage.write(f"{url}0.{form}", corpora.FORMATS[form]([pa.table({"a": other, "tokens": lists(rows[:3])})]))
+    storage.write(f"{url}1.{form}", corpora.FORMATS[form]([pa.table({"tokens": lists(rows[3:]), "a": other})]))
     check_once(url, 2, corpora.read(url))
 
 
@@ -482,7 +482,7 @@ def check_bad_id(tmp_path, form, kind, bad, message, **more):
     rows[9] = [3, bad, 4]
     tables = corpora.tables(corpora.every(rows, 7), pa.list_(getattr(pa, kind)()))
     url = f"file://{tmp_path}/{kind} {bad}/"
-    corpora.put(f"{url}0.{form}", corpora.FORMATS[form](tables))
+    storage.write(f"{url}0.{form}", corpora.FORMATS[form](tables))
     reader = Reader(url, shard=0, num_shards=1, **more)
     for _ in range(2):  # and again: an error of the source is never an end of data
         with pytest.raises(ValueError, match=message) as error:
@@ -520,7 +520,7 @@ def test_a_null_among_the_ids_is_an_error_that_names_object_and_row(tmp_path, fo
     rows = [[1, 2]] * 12
     rows[9] = [3, None]
     url = f"file://{tmp_path}/"
-    corpora.put(f"{url}0.{form}", corpora.FORMATS[form](corpora.tables(corpora.every(rows, 7))))
+    storage.write(f"{url}0.{form}", corpora.FORMATS[form](corpora.tables(corpora.every(rows, 7))))
     with pytest.raises(ValueError, match="null inside") as error:
         list(Reader(url, shard=0, num_shards=1, epochs=1))
     assert f"{url}0.{form}" in described(error)
@@ -531,7 +531,7 @@ def test_a_null_among_the_ids_is_an_error_that_names_object_and_row(tmp_path, fo
 def test_a_column_of_text_is_a_type_error_that_names_the_columns_of_integer_lists(tmp_path, form):
     table = pa.table({"text": ["a"], "ids": lists([[1]]), "more": lists([[1]]), "floats": pa.array([[0.5]])})
     url = f"file://{tmp_path}/"
-    corpora.put(f"{url}0.{form}", corpora.FORMATS[form]([table]))
+    storage.write(f"{url}0.{form}", corpora.FORMATS[form]([table]))
     for column in ("text", "floats"):
         with pytest.raises(TypeError, match="'ids', 'more'") as error:
             next(Reader(url, shard=0, num_shards=1, column=column))
@@ -545,7 +545,7 @@ def test_a_column_of_text_is_a_type_error_that_names_the_columns_of_integer_list
 def test_a_missing_column_is_a_lookup_error_that_names_the_columns_of_integer_lists(tmp_path, form):
     table = pa.table({"text": ["a"], "ids": lists([[1]]), "more": lists([[1]])})
     url = f"file://{tmp_path}/"
-    corpora.put(f"{url}0.{form}", corpora.FORMATS[form]([table]))
+    storage.write(f"{url}0.{form}", corpora.FORMATS[form]([table]))
     with pytest.raises(LookupError, match="'tokens'.*'ids', 'more'") as error:
         next(Reader(url, shard=0, num_shards=1))
     assert f"{url}0.{form}" in described(error)
@@ -558,7 +558,7 @@ def test_a_file_cut_off_anywhere_is_an_error_that_names_it(tmp_path, form):
     data = corpora.FORMATS[form](corpora.tables([[[1, 2, 3]] * 5] * 2))
     url = f"file://{tmp_path}/"
     for length in range(1, len(data), 7):
-        corpora.put(f"{url}0.{form}", data[:length])
+        storage.write(f"{url}0.{form}", data[:length])
         with pytest.raises(ValueError, match=f"{url}0.{form}"):
             next(Reader(url, shard=0, num_shards=1))
 
@@ -568,7 +568,7 @@ def test_a_file_of_something_else_is_an_error_that_names_it(tmp_path, form):
     other = corpora.FORMATS["parquet" if form == "arrow" else "arrow"](corpora.tables([[[1]]]))
     magic = b"ARROW1" if form == "arrow" else b"PAR1"
     for data in (b"{}\n" * 100, b"x", magic, magic * 2, bytes(1000) + magic, b"\xff" * 100 + magic, other):
-        corpora.put(f"{url}0.{form}", data)
+        storage.write(f"{url}0.{form}", data)
         with pytest.raises(ValueError, match=f"{url}0.{form}"):
             next(Reader(url, shard=0, num_shards=1))
 
@@ -588,7 +588,7 @@ def read_with_each_byte_changed(url, form):
         for flip in (0x01, 0x80, 0xFF):
             sys.stdout.write(f"byte {position} ^ {flip}\n")
             sys.stdout.flush()
-            corpora.put(f"{url}0.{form}", data[:position] + bytes([data[position] ^ flip]) + data[position + 1 :])
+            storage.write(f"{url}0.{form}", data[:position] + bytes([data[position] ^ flip]) + data[position + 1 :])
             try:
                 documents = list(itertools.islice(Reader(url, shard=0, num_shards=1, epochs=1), 100))
             except (ValueError, LookupError, TypeError, OSError) as error:

@@ -31,6 +31,7 @@ from ibm_nodes import (
     Shuffler,
     checkpoint,
     stats,
+    storage,
 )
 from ibm_nodes.state import merge
 
@@ -430,7 +431,7 @@ class TestDataThatIsNotTheSameAnyMore:
     @pytest.mark.parametrize("name", ["000-before.arrow", "zzz.arrow"])
     def test_a_file_that_was_added_is_named_as_a_difference(self, cut, name):
         url, state = cut
-        corpora.put(f"{url}{name}", corpora.arrow(corpora.tables([corpora.documents([5], first=900)])))
+        storage.write(f"{url}{name}", corpora.arrow(corpora.tables([corpora.documents([5], first=900)])))
         with pytest.raises(ValueError, match=r"5 files .* 6 files") as caught:
             self.resume(url, state)
         assert url.rstrip("/") in str(caught.value)
@@ -443,7 +444,7 @@ class TestDataThatIsNotTheSameAnyMore:
 
     def test_a_file_of_another_length_is_named_as_a_difference(self, cut):
         url, state = cut
-        corpora.put(f"{url}002.arrow", corpora.arrow(corpora.tables([corpora.documents([5] * 300, first=900)])))
+        storage.write(f"{url}002.arrow", corpora.arrow(corpora.tables([corpora.documents([5] * 300, first=900)])))
         with pytest.raises(ValueError, match=r"5 files of (\d+) bytes .* 5 files of (?!\1)\d+ bytes"):
             self.resume(url, state)
 
@@ -457,7 +458,7 @@ class TestDataThatIsNotTheSameAnyMore:
     def test_a_difference_is_found_again_at_each_try_and_nothing_is_lost_when_it_is_gone(self, cut):
         url, state = cut
         golden, _ = run(partial(build, one_dataset, urls={"web": url}), 12)
-        corpora.put(f"{url}zzz.arrow", corpora.arrow(corpora.tables([corpora.documents([5], first=900)])))
+        storage.write(f"{url}zzz.arrow", corpora.arrow(corpora.tables([corpora.documents([5], first=900)])))
         with build(one_dataset, urls={"web": url}) as loader:
             for _ in range(2):
                 loader.load_state_dict(stored(state))

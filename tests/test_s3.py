@@ -6,7 +6,6 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 
-import fsspec
 import pytest
 from fault_proxy import Fault, FaultProxy, Request
 
@@ -46,7 +45,7 @@ class Store:
 
     def __init__(self, bucket, proxy, **options):
         url, direct = bucket
-        self.direct = fsspec.filesystem("s3", **direct)
+        self.direct = direct
         self.options = {**direct, "endpoint_url": proxy.endpoint, **options}
         self.url = f"{url}data/x.bin"
         self.prefix = f"{url}data"
@@ -55,7 +54,7 @@ class Store:
         (self.item,) = self.list().objects
 
     def put(self, data):
-        self.direct.pipe_file(self.url, data)
+        storage.write(self.url, data, self.direct)
 
     def list(self):
         return list_objects(self.prefix, self.options)
@@ -195,7 +194,7 @@ def test_no_permission_is_an_error_at_once(store, proxy):
 
 
 def test_an_object_that_is_gone_is_an_error_at_once(store, proxy):
-    store.direct.rm_file(store.url)
+    storage.delete([store.url], store.direct)
     proxy.spoil([])
     with pytest.raises(FileNotFoundError, match=r"s3://.*x\.bin is gone since it was listed"):
         store.read()
@@ -353,6 +352,27 @@ def test_a_listing_that_never_comes_is_an_error_that_names_the_prefix(store, pro
         store.list()
     assert time.monotonic() - began < 10
     assert len(proxy.requests) <= 25
+
+
+HUNG = Fault(after=-1, then="hang")
+
+
+@pytest.mark.parametrize(
+    "faults", [[HUNG], [HUNG] * 2, [SLOW_DOWN] * 3, [Fault(after=-1)], [Fault(after=-1, then="close")]], ids=str
+)
+def test_a_write_survives_what_a_read_survives(store, proxy, monkeypatch, faults):
+    monkeypatch.setattr(storage, "WRITE_SECONDS", 0.3)
+    proxy.spoil(faults, Request.is_write)
+    storage.write(store.url, b"new", store.options)
+    (store.item,) = store.list().objects
+    assert store.read(0, 3) == b"new"
+
+
+def test_a_write_that_is_never_answered_is_an_error_that_names_the_object(store, proxy, monkeypatch):
+    monkeypatch.setattr(storage, "WRITE_SECONDS", 0.1)
+    proxy.spoil(repeat(HUNG), Request.is_write)
+    with pytest.raises(OSError, match="x.bin could not be reached in 4 attempts"):
+        storage.write(store.url, b"new", store.options)
 
 
 def test_errors_show_no_credentials(store, proxy):

@@ -27,6 +27,7 @@ from ibm_nodes import (
     Sharder,
     Shuffler,
     checkpoint,
+    storage,
 )
 from ibm_nodes.recipes.pretrain import pretrain
 
@@ -335,7 +336,7 @@ class TestOtherRandomness:
     def test_reading_from_a_store_that_has_to_be_asked_again_touches_no_generator(self, dataset, s3_server, bucket):
         corpora_url = f"{bucket.url}data/"
         for number, part in enumerate(corpora.every(corpora.documents([3] * 60), 10)):
-            corpora.put(
+            storage.write(
                 f"{corpora_url}{number:03}.arrow", corpora.arrow(corpora.tables([part])), bucket.storage_options
             )
         with FaultProxy(s3_server.endpoint) as proxy:

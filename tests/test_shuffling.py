@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ibm_nodes import Packer, Reader, Sharder, Shuffler
+from ibm_nodes import Packer, Reader, Sharder, Shuffler, storage
 from ibm_nodes.formats import arrow
 
 NUM_LABELS, NUM_FILES, NUM_SHARDS, BATCH = 10, 200, 240, 240
@@ -38,7 +38,7 @@ def write_sorted(url, form, *, rows_per_batch=2000, seed=0):
         rows = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, pa.int32()))
         table = pa.table({"tokens": rows})
         tables = [table.slice(begin, rows_per_batch) for begin in range(0, num_rows, rows_per_batch)]
-        corpora.put(f"{url}{number:03}.{form}", corpora.FORMATS[form](tables))
+        storage.write(f"{url}{number:03}.{form}", corpora.FORMATS[form](tables))
     return np.array(labels), np.array(lengths)
 
 

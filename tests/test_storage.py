@@ -46,16 +46,6 @@ def remote(server):
     return f"{url}{uuid.uuid4().hex[:12]}/", options
 
 
-def put(url, data, options=None):
-    if url.startswith("file://"):
-        path = pathlib.Path(url.removeprefix("file://"))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-    else:
-        filesystem, path = fsspec.core.url_to_fs(url, **(options or {}))
-        filesystem.pipe_file(path, data)
-
-
 def remove(url, options=None):
     filesystem, path = fsspec.core.url_to_fs(url, **(options or {}))
     filesystem.rm_file(path)
@@ -64,7 +54,7 @@ def remove(url, options=None):
 def fill(place, *keys, data=b"data"):
     url, options = place
     for key in keys:
-        put(url + key, data, options)
+        storage.write(url + key, data, options)
 
 
 def keys(place, suffixes=("",)):
@@ -74,7 +64,7 @@ def keys(place, suffixes=("",)):
 def test_lists_keys_sorted_by_code_point_with_urls_and_sizes(place):
     url, options = place
     for number, key in enumerate(["b", "B", "a/z", "a-b", "é", "10", "9"], 1):
-        put(url + key, b"x" * number, options)
+        storage.write(url + key, b"x" * number, options)
     listing = list_objects(url, options)
     assert [item.key for item in listing.objects] == ["10", "9", "B", "a-b", "a/z", "b", "é"]
     assert [item.url for item in listing.objects] == [url + item.key for item in listing.objects]
@@ -116,7 +106,7 @@ def test_names_above_the_prefix_may_be_hidden(place):
 def test_an_object_that_is_named_is_always_read(place):
     url, options = place
     for key in ("x.bin", "_hidden.txt", ".dot/_x"):
-        put(url + key, b"some data", options)
+        storage.write(url + key, b"some data", options)
         listing = list_objects(url + key, options, SUFFIXES)
         (item,) = listing.objects
         assert (item.url, item.key, item.size) == (url + key, key.rpartition("/")[2], 9)
@@ -185,7 +175,7 @@ def test_lists_afresh_each_time(place):
     url, options = place
     fill(place, "a", "b")
     first = list_objects(url, options)
-    put(f"{url}c", b"more", options)
+    storage.write(f"{url}c", b"more", options)
     remove(f"{url}a", options)
     assert keys(place) == ["b", "c"]
     assert [item.key for item in first.objects] == ["a", "b"]
@@ -196,12 +186,12 @@ def test_the_digest_tells_keys_and_sizes_and_nothing_else(place, tmp_path):
     digest = list_objects(*place).digest
     other = f"file://{tmp_path}/elsewhere/"
     for key in ("b/c", "a"):
-        put(other + key, b"DATA")
+        storage.write(other + key, b"DATA")
     assert list_objects(other).digest == digest
     for change in ({"a": b"data!"}, {"A": b"data"}, {"b": b"data"}):
         moved = f"file://{tmp_path}/{uuid.uuid4()}/"
         for key, data in {"a": b"data", **change}.items():
-            put(moved + key, data)
+            storage.write(moved + key, data)
         assert list_objects(moved).digest != digest
 
 
@@ -268,7 +258,7 @@ def test_an_unknown_protocol_is_an_error():
 
 def test_a_range_is_read_and_counted(place):
     url, options = place
-    put(f"{url}a", bytes(range(200)), options)
+    storage.write(f"{url}a", bytes(range(200)), options)
     listing = list_objects(url, options)
     (item,) = listing.objects
     for start, end in [(0, 200), (0, 1), (199, 200), (7, 90)]:
@@ -283,10 +273,10 @@ def test_an_object_that_was_replaced_is_a_named_error(place, size):
     url, options = place
     if url.startswith("memory") and size >= 9:
         pytest.skip("has no versions")
-    put(f"{url}the-object", b"123456789", options)
+    storage.write(f"{url}the-object", b"123456789", options)
     listing = list_objects(url, options)
     time.sleep(0.02)  # a clock of the disk may be that coarse
-    put(f"{url}the-object", b"z" * size, options)
+    storage.write(f"{url}the-object", b"z" * size, options)
     (item,) = listing.objects
     with pytest.raises(OSError, match="the-object.*changed since it was listed"):
         listing.read(item, 0, 9)
@@ -324,7 +314,7 @@ def test_a_session_lists_a_prefix_once(place):
     fill(place, "a.arrow")
     session = ListingSession()
     first = session.listing(url, options, SUFFIXES)
-    put(f"{url}b.arrow", b"more", options)
+    storage.write(f"{url}b.arrow", b"more", options)
     assert session.listing(url, dict(options) if options else options, SUFFIXES) is first
     assert session.listing(url, options, (".arrow",)) is not first
     assert len(ListingSession().listing(url, options, SUFFIXES).objects) == 2
@@ -351,7 +341,7 @@ def test_a_session_does_not_keep_an_error(tmp_path):
     session, url = ListingSession(), f"file://{tmp_path}/data"
     with pytest.raises(FileNotFoundError):
         session.listing(url, None, SUFFIXES)
-    put(f"{url}/a.arrow", b"x")
+    storage.write(f"{url}/a.arrow", b"x")
     assert len(session.listing(url, None, SUFFIXES).objects) == 1
 
 
