@@ -8,7 +8,7 @@ import torch
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.items import Sample
-from ibm_nodes.state import State
+from ibm_nodes.state import Node, Snapshot, State, snapshot
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ IGNORE_INDEX = -100
 """The label that PyTorch's cross entropy leaves out."""
 
 
-class Batcher(BaseNode[Any], Generic[T]):
+class Batcher(Node[Any], Generic[T]):
     """Yields lists of ``batch_size`` items of the source, or what ``collate`` makes of them.
 
     Its state is the source's, after the last batch that was handed out. A batch that an error interrupted is kept and
@@ -52,7 +52,7 @@ class Batcher(BaseNode[Any], Generic[T]):
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
         self._batch: list[T] = []
-        self._state: State | None = None
+        self._snapshot: Snapshot | None = None
         self.source.reset(initial_state)
 
     def next(self) -> Any:
@@ -65,18 +65,18 @@ class Batcher(BaseNode[Any], Generic[T]):
                     raise
                 break
         item = batch if self.collate is None else self._collate(batch)
-        self._batch, self._state = [], None
+        self._batch, self._snapshot = [], None
         return item
 
-    def get_state(self) -> State:
-        if self._state is None:
+    def snapshot(self) -> Snapshot:
+        if self._snapshot is None:
             if self._batch:
                 raise RuntimeError(
                     f"an error left {len(self._batch)} of {self.batch_size} items of a batch, which no state can hold: "
                     "call next() again before saving, or put a Prefetcher above, which keeps the last batch's state"
                 )
-            self._state = self.source.state_dict()
-        return self._state
+            self._snapshot = snapshot(self.source)
+        return self._snapshot
 
     def _collate(self, batch: list[T]) -> Any:
         assert self.collate is not None

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.permutation import Seed, check_seed, derive_key, random_index
-from ibm_nodes.state import State, check_keys, check_settings
+from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings, render, snapshot
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ NUM_PROBES = 8
 MAX_WARM_UP = 2048
 
 
-class Mixer(BaseNode[T]):
+class Mixer(Node[T]):
     """Yields the items of named sources so that the tokens of each source follow its weight.
 
     Every source has a credit. A document of n tokens adds its share of n to the credit of every source and takes n from
@@ -101,16 +101,10 @@ class Mixer(BaseNode[T]):
             return item
         raise StopIteration
 
-    def get_state(self) -> State:
-        return {
-            self.SEED_KEY: self.seed,
-            self.CREDITS_KEY: dict(self._credits),
-            self.TOKENS_KEY: dict(self._tokens),
-            self.DOCUMENTS_KEY: dict(self._documents),
-            self.ENDED_KEY: list(self._ended),
-            self.WEIGHTS_KEY: dict(self.weights),
-            self.SOURCES_KEY: {**self._parked, **{name: place.get_state() for name, place in self._places.items()}},
-        }
+    def snapshot(self) -> Snapshot:
+        places = [(name, place.snapshot(), place.skip) for name, place in self._places.items()]
+        counters = self._credits.copy(), self._tokens.copy(), self._documents.copy()
+        return _state, (self.seed, *counters, tuple(self._ended), self.weights, self._parked, places)
 
     def _start(self) -> None:
         """Resets the sources; called again by the first draw, in case that one of them failed."""
@@ -145,36 +139,63 @@ class Mixer(BaseNode[T]):
         return active
 
 
+def _state(
+    seed: Seed,
+    credits: dict[str, int],
+    tokens: dict[str, int],
+    documents: dict[str, int],
+    ended: tuple[str, ...],
+    weights: dict[str, int],
+    parked: dict[str, Any],
+    places: list[tuple[str, Snapshot, int]],
+) -> State:
+    return {
+        Mixer.SEED_KEY: seed,
+        Mixer.CREDITS_KEY: credits,
+        Mixer.TOKENS_KEY: tokens,
+        Mixer.DOCUMENTS_KEY: documents,
+        Mixer.ENDED_KEY: list(ended),
+        Mixer.WEIGHTS_KEY: dict(weights),
+        Mixer.SOURCES_KEY: {**parked, **{name: (render(place), skip) for name, place, skip in places}},
+    }
+
+
 class _Place(Generic[T]):
-    """A source with the first documents that were looked at before they are due; its state holds none of them."""
+    """A source with the first documents that were looked at before they are due; its state holds none of them.
+
+    Attributes:
+        skip: how many documents after the snapshot have been drawn.
+    """
 
     def __init__(self, source: BaseNode[T], state: tuple[Any, int] | None) -> None:
         self._source = source
-        self._state, self._started = state, False
-        self._skip = 0 if state is None else state[1]
+        self._state: Any
+        self._state, self.skip = (None, 0) if state is None else state
+        self._started = False
         self._ahead: deque[T] = deque()
-        self._before: Any = None
-        self._drawn = 0
+        self._before: Snapshot | None = None
 
     def next(self) -> T:
-        if self._ahead:
-            self._drawn += 1
-            return self._ahead.popleft()
-        self._pass_over()
-        self._before = None
-        item: T = next(self._source)
+        if not self._ahead:
+            self._pass_over()
+            item: T = next(self._source)
+            return item
+        item = self._ahead.popleft()
+        self.skip += 1
+        if not self._ahead:
+            self._before, self.skip = None, 0
         return item
 
     def start(self) -> None:
         if not self._started:
-            self._source.reset(None if self._state is None else self._state[0])
+            self._source.reset(self._state)
             self._started = True
 
     def probe(self) -> tuple[int, ...]:
         """Gives the lengths of the first documents, which stay to be drawn."""
         if self._before is None:
             self._pass_over()
-            self._before, self._drawn = self._source.state_dict(), 0
+            self._before = snapshot(self._source)
         while len(self._ahead) < NUM_PROBES:
             try:
                 self._ahead.append(next(self._source))
@@ -182,15 +203,13 @@ class _Place(Generic[T]):
                 break
         return tuple(len(item.tokens) for item in self._ahead)  # type: ignore[attr-defined]
 
-    def get_state(self) -> tuple[Any, int]:
-        if self._ahead:
-            return self._before, self._drawn
-        return self._source.state_dict(), self._skip
+    def snapshot(self) -> Snapshot:
+        return snapshot(self._source) if self._before is None else self._before
 
     def _pass_over(self) -> None:
-        while self._skip:
+        while self.skip:
             next(self._source)
-            self._skip -= 1
+            self.skip -= 1
 
 
 def integer_weights(weights: Mapping[str, float], names: Mapping[str, Any]) -> dict[str, int]:

@@ -1,13 +1,15 @@
 """Packer: documents to samples of a fixed number of tokens."""
 
+from collections.abc import Iterator
+
 import numpy as np
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.items import Document, Place, Sample, freeze, thaw
-from ibm_nodes.state import State, check_keys, check_settings
+from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings, render, snapshot
 
 
-class Packer(BaseNode[Sample]):
+class Packer(Node[Sample]):
     """Packs documents end to end into samples of exactly ``seq_len`` tokens.
 
     Each document is closed with EOS, and opened with BOS if there is one, where the data does not already have it. What
@@ -49,7 +51,6 @@ class Packer(BaseNode[Sample]):
         self._starts: list[int] = []
         self._places: list[Place] = []
         self._length = 0
-        self._frozen: list[object] | None = None
         if initial_state is None:
             self.source.reset(None)
             return
@@ -63,7 +64,6 @@ class Packer(BaseNode[Sample]):
         self.source.reset(initial_state[self.SOURCE_KEY])
 
     def next(self) -> Sample:
-        self._frozen = None
         seq_len, source = self.seq_len, self.source
         while self._length < seq_len:
             try:
@@ -75,18 +75,9 @@ class Packer(BaseNode[Sample]):
             raise StopIteration
         return self._cut()
 
-    def get_state(self) -> State:
-        if self._frozen is None:
-            one = len(self._pieces) == 1
-            runs = [Sample(self._pieces[0], (0,), (self._places[0],))] if one else self._runs()
-            self._frozen = [freeze(run) for run in runs]
-        return {
-            "seq_len": self.seq_len,
-            "eos_id": self.eos_id,
-            "bos_id": self.bos_id,
-            self.TAIL_KEY: self._frozen,
-            self.SOURCE_KEY: self.source.state_dict(),
-        }
+    def snapshot(self) -> Snapshot:
+        open_sample = tuple(self._pieces), tuple(self._starts), tuple(self._places), self._length
+        return _state, (self.seq_len, self.eos_id, self.bos_id, open_sample, snapshot(self.source))
 
     def _add(self, document: Document) -> None:
         tokens = document.tokens
@@ -124,17 +115,30 @@ class Packer(BaseNode[Sample]):
         self._length = length - self.seq_len
         return sample
 
-    def _runs(self) -> list[Sample]:
-        """Gives the open tokens, one document at a time, with the types that they have."""
-        runs: list[Sample] = []
-        pieces: list[np.ndarray] = []
-        lengths = np.diff([*self._starts, self._length]).tolist()
-        for piece in self._pieces:
-            pieces.append(piece)
-            if sum(map(len, pieces)) == lengths[len(runs)]:
-                runs.append(Sample(np.concatenate(pieces), (0,), (self._places[len(runs)],)))
-                pieces = []
-        return runs
+
+_OpenSample = tuple[tuple[np.ndarray, ...], tuple[int, ...], tuple[Place, ...], int]
+
+
+def _state(seq_len: int, eos_id: int, bos_id: int | None, open_sample: _OpenSample, source: Snapshot) -> State:
+    return {
+        "seq_len": seq_len,
+        "eos_id": eos_id,
+        "bos_id": bos_id,
+        Packer.TAIL_KEY: [freeze(run) for run in _runs(*open_sample)],
+        Packer.SOURCE_KEY: render(source),
+    }
+
+
+def _runs(
+    pieces: tuple[np.ndarray, ...], starts: tuple[int, ...], places: tuple[Place, ...], length: int
+) -> Iterator[Sample]:
+    """Gives the open tokens, one document at a time, with the types that they have, in arrays of their own."""
+    remaining = iter(pieces)
+    for start, end, place in zip(starts, (*starts, length)[1:], places, strict=True):
+        run = [next(remaining)]
+        while sum(map(len, run)) < end - start:
+            run.append(next(remaining))
+        yield Sample(np.concatenate(run), (0,), (place,))
 
 
 def _one_token(token: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.read_ahead import stop_waiting_when
-from ibm_nodes.state import State
+from ibm_nodes.state import Node, Snapshot, State, as_snapshot, render, snapshot
 
 T = TypeVar("T")
 
@@ -22,12 +22,13 @@ POLL_SECONDS = 0.05
 JOIN_SECONDS = 2.0
 
 
-class Prefetcher(BaseNode[T]):
+class Prefetcher(Node[T]):
     """Yields the source's items, drawn ahead of time by one background thread.
 
-    Each item comes with the state after it, so that the state is always that of the last item handed out, however far
-    the thread has run ahead. An error of the source is raised in its place; the next call goes on where it failed. The
-    thread starts with the first item and ends when the node is closed, reset, garbage-collected, or the program ends.
+    Each item comes with a snapshot of the state after it, so that the state is always that of the last item handed
+    out, however far the thread has run ahead. An error of the source is raised in its place; the next call goes on
+    where it failed. The thread starts with the first item and ends when the node is closed, reset, garbage-collected,
+    or the program ends.
 
     Args:
         source: any node.
@@ -52,28 +53,28 @@ class Prefetcher(BaseNode[T]):
         self.waited_seconds = 0.0
         self._worker: _Worker | None = None
         self._leaving: _Worker | None = None
-        self._state: State | None = None
+        self._taken: Snapshot | None = None
         self._ended = self._stale = False
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
         self.close()
-        before = self._state
-        self._state, self._stale = initial_state, True
+        before = self._taken
+        self._taken, self._stale = as_snapshot(initial_state), True
         try:
             self._settle()
         except BaseException:
             if before is not None:
-                self._state = before  # where it stood, and where the next call goes on
+                self._taken = before  # where it stood, and where the next call goes on
             raise
-        self._state, self._ended = None, False
+        self._taken, self._ended = None, False
 
     def next(self) -> T:
         if self._ended:
             raise StopIteration
         if self._worker is None:
             self._settle()
-            self._state = self.get_state()
+            self._taken = self.snapshot()
             pin = (
                 torch.cuda.is_available() if self.pin_memory is None else self.pin_memory and torch.cuda.is_available()
             )
@@ -82,26 +83,26 @@ class Prefetcher(BaseNode[T]):
             self._finalizer = weakref.finalize(self, self._worker.stop)
         began = time.perf_counter()
         item: T
-        item, state, error = self._worker.get()
+        item, taken, error = self._worker.get()
         self.waited_seconds += time.perf_counter() - began
         if error is None:
-            self._worker.spent.append(self._state)
-            self._state = state
+            self._worker.spent.append(self._taken)
+            self._taken = taken
             return item
         self._end()
         if isinstance(error, StopIteration):
             self._ended = True
-            self._state = state
+            self._taken = taken
             raise StopIteration
         try:
             raise error
         finally:
             del error  # its traceback refers to this frame
 
-    def get_state(self) -> State:
-        if self._state is None:
-            self._state = self.source.state_dict()
-        return self._state
+    def snapshot(self) -> Snapshot:
+        if self._taken is None:
+            self._taken = snapshot(self.source)
+        return self._taken
 
     def close(self) -> None:
         """Ends the thread; the next call starts another one, after the last item handed out."""
@@ -125,18 +126,18 @@ class Prefetcher(BaseNode[T]):
             self._leaving.wait()
             self._leaving = None
         if self._stale:
-            self.source.reset(self._state)
+            self.source.reset(render(self._taken) if self._taken else None)
             self._stale = False
 
 
 class _Worker:
-    """The thread, and the queue of (item, state after it, error)."""
+    """The thread, and the queue of (item, snapshot after it, error)."""
 
     def __init__(self, source: BaseNode[Any], size: int, pin: bool) -> None:
         self._queue: queue.Queue[tuple[Any, Any, BaseException | None]] = queue.Queue(size)
         self._stopped = threading.Event()
-        # States that are over. The thread that made them frees them, so that it and the consumer do not contend.
-        self.spent: deque[State | None] = deque()
+        # Snapshots that are over. The thread that took them frees them, so that it and the consumer do not contend.
+        self.spent: deque[Snapshot | None] = deque()
         self._thread = threading.Thread(
             target=_fill,
             args=(source, self._queue, self._stopped, pin, self.spent),
@@ -172,7 +173,7 @@ def _fill(
     results: "queue.Queue[Any]",
     stopped: threading.Event,
     pin: bool,
-    spent: "deque[State | None]",
+    spent: "deque[Snapshot | None]",
 ) -> None:
     stop_waiting_when(stopped.is_set)
     while not stopped.is_set():
@@ -195,22 +196,22 @@ def _fill(
             return
 
 
-def _draw(source: BaseNode[Any]) -> tuple[Any, State | None, BaseException | None]:
-    """Gives the next item and the state after it, or the error that came in its place: none is lost."""
+def _draw(source: BaseNode[Any]) -> tuple[Any, Snapshot | None, BaseException | None]:
+    """Gives the next item and the snapshot after it, or the error that came in its place: none is lost."""
     item, ended = None, None
     try:
         try:
             item = next(source)
         except StopIteration as end:
             ended = end
-        return item, _state_of(source), ended
+        return item, _snapshot_of(source), ended
     except BaseException as error:
         return None, None, error
 
 
-def _state_of(source: BaseNode[Any]) -> State:
+def _snapshot_of(source: BaseNode[Any]) -> Snapshot:
     try:
-        return source.state_dict()
+        return snapshot(source)
     except StopIteration as error:
         raise RuntimeError("taking a state raised StopIteration, which is no end of data") from error
 

@@ -4,22 +4,20 @@ from collections import deque
 from functools import partial
 from typing import Any
 
-from torchdata.nodes import BaseNode
-
 from ibm_nodes import formats
 from ibm_nodes.blocks import Block, Blocks, Cursor
 from ibm_nodes.items import Document
 from ibm_nodes.listing import Listing, current_session
 from ibm_nodes.permutation import Seed, check_seed
 from ibm_nodes.read_ahead import Task, read_ahead
-from ibm_nodes.state import State, check_keys, check_settings
+from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings
 from ibm_nodes.storage import Options
 
 FIRST_READ_BYTES = 1 << 20
 MAX_DEPTH = 8
 
 
-class Reader(BaseNode[Document]):
+class Reader(Node[Document]):
     """Yields the documents of one logical shard of a dataset, each pass in another order.
 
     The dataset is what lies under a prefix. Logical shard l owns the bytes [l T / L, (l + 1) T / L) of the T bytes
@@ -135,21 +133,11 @@ class Reader(BaseNode[Document]):
                 return Document(tokens, block.url, block.rows[row], self.name, self._at.epoch)
             self._finish(block)
 
-    def get_state(self) -> State:
-        at, block = self._at, self._block
+    def snapshot(self) -> Snapshot:
+        block = self._block
         if block is not None and block.num_rows:
             self._passes = block.passes + block.share * self._row / block.num_rows
-        return {
-            self.SETTINGS_KEY: dict(self._settings),
-            "epoch": at.epoch,
-            "whole": at.whole,
-            "file": at.file,
-            "block": at.block,
-            "row": self._row,
-            "documents": self._documents,
-            "skipped": self._skipped,
-            "passes": self._passes,
-        }
+        return _state, (self._settings, self._at, self._row, self._documents, self._skipped, self._passes)
 
     def close(self) -> None:
         """Gives up the reads that it has asked for; the next document asks anew."""
@@ -236,3 +224,8 @@ class Reader(BaseNode[Document]):
             self._documents = 0
             self._passes = float(following.epoch)
         self._at, self._row, self._block = following, 0, None
+
+
+def _state(settings: dict[str, Any], at: Cursor, row: int, documents: int, skipped: int, passes: float) -> State:
+    counters = *at, row, documents, skipped, passes
+    return {Reader.SETTINGS_KEY: settings, **dict(zip(Reader.COUNTER_KEYS, counters, strict=True))}

@@ -6,7 +6,17 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.listing import ListingSession
-from ibm_nodes.state import SHARDS_KEY, State, check_keys, check_settings
+from ibm_nodes.state import (
+    SHARDS_KEY,
+    Node,
+    Snapshot,
+    State,
+    as_snapshot,
+    check_keys,
+    check_settings,
+    render,
+    snapshot,
+)
 
 T = TypeVar("T")
 
@@ -14,7 +24,7 @@ NUM_AHEAD = 16
 """Graphs that are reset before their turn, so that their first reads run side by side."""
 
 
-class Sharder(BaseNode[T]):
+class Sharder(Node[T]):
     """Yields the items of the global stream that belong to a rank.
 
     The stream is cut into ``num_shards`` logical shards, each with its own complete graph. Item g of the stream is the
@@ -83,15 +93,17 @@ class Sharder(BaseNode[T]):
         self._graphs: dict[int, BaseNode[T]] = {}
         self._moved: set[int] = set()
         self._listings = ListingSession()
-        # For each shard its number of turns so far, whether it has ended, and its graph's state.
-        self._states: dict[int, tuple[int, bool, Any]] = {shard: saved.get(shard, (0, False, None)) for shard in owned}
-        self._turns = {shard: turns for shard, (turns, _, _) in self._states.items()}
-        self._ended = {shard for shard, (_, ended, _) in self._states.items() if ended}
+        self._taken: dict[int, _Taken] = {}
+        for shard in owned:
+            turns, ended, state = saved.get(shard, (0, False, None))
+            self._taken[shard] = _Taken(turns, ended, as_snapshot(state))
+        self._turns = {shard: taken.turns for shard, taken in self._taken.items()}
+        self._ended = {shard for shard, taken in self._taken.items() if taken.ended}
         self._next = min(turns * self.num_shards + shard for shard, turns in self._turns.items())
 
     def next(self) -> T:
         turn = self._next
-        while len(self._ended) < len(self._states):
+        while len(self._ended) < len(self._taken):
             shard = turn % self.num_shards
             if self._turns[shard] * self.num_shards + shard > turn or (shard in self._ended and self.filler is None):
                 turn += self.world_size
@@ -113,29 +125,25 @@ class Sharder(BaseNode[T]):
             return item  # type: ignore[return-value]  # a filler that is used is not None
         raise StopIteration
 
-    def get_state(self) -> State:
+    def snapshot(self) -> Snapshot:
         for shard in self._moved:
             graph = self._graphs.get(shard)
-            state = self._states[shard][2] if graph is None else graph.state_dict()
-            self._states[shard] = self._turns[shard], shard in self._ended, state
+            taken = self._taken[shard].graph if graph is None else snapshot(graph)
+            self._taken[shard] = _Taken(self._turns[shard], shard in self._ended, taken)
         self._moved.clear()
-        return {
-            self.POSITION_KEY: self._position,
-            self.NUM_SHARDS_KEY: self.num_shards,
-            SHARDS_KEY: dict(self._states),
-        }
+        return _state, (self._position, self.num_shards, self._taken.copy())
 
     def close(self) -> None:
         """Lets go of all graphs, and so of their blocks and reads; the next item builds them again where they stood."""
         if hasattr(self, "_graphs"):
-            self.get_state()
+            self.snapshot()
             self._graphs = {}
 
     def _prepare(self, shard: int) -> None:
         """Builds and resets the graphs of a shard and of the shards that come after it."""
-        if len(self._graphs) + len(self._ended) >= len(self._states) and shard in self._graphs:
+        if len(self._graphs) + len(self._ended) >= len(self._taken) and shard in self._graphs:
             return
-        for visit in range(min(NUM_AHEAD, len(self._states))):
+        for visit in range(min(NUM_AHEAD, len(self._taken))):
             ahead = (shard + visit * self.world_size) % self.num_shards
             if ahead not in self._graphs and ahead not in self._ended:
                 self._graphs[ahead] = self._build(ahead)
@@ -144,9 +152,33 @@ class Sharder(BaseNode[T]):
         try:
             graph = self.graph(shard, self.num_shards)
             with self._listings:
-                graph.reset(self._states[shard][2])
+                graph.reset(render(self._taken[shard].graph))
         except StopIteration as error:
             raise RuntimeError(
                 f"building the graph of shard {shard} raised StopIteration, which is no end of data"
             ) from error
         return graph
+
+
+class _Taken:
+    """What was taken of a logical shard: its turns so far, whether it has ended, and the snapshot of its graph."""
+
+    __slots__ = ("_state", "ended", "graph", "turns")
+
+    def __init__(self, turns: int, ended: bool, graph: Snapshot) -> None:
+        self.turns, self.ended, self.graph = turns, ended, graph
+        self._state: tuple[int, bool, Any] | None = None
+
+    def state(self) -> tuple[int, bool, Any]:
+        """Renders it, once: most shards have not moved since the state before."""
+        if self._state is None:
+            self._state = self.turns, self.ended, render(self.graph)
+        return self._state
+
+
+def _state(position: int, num_shards: int, taken: dict[int, _Taken]) -> State:
+    return {
+        Sharder.POSITION_KEY: position,
+        Sharder.NUM_SHARDS_KEY: num_shards,
+        SHARDS_KEY: {shard: part.state() for shard, part in taken.items()},
+    }

@@ -6,12 +6,12 @@ from torchdata.nodes import BaseNode
 
 from ibm_nodes.items import freeze, thaw
 from ibm_nodes.permutation import Seed, check_seed, derive_key, random_index
-from ibm_nodes.state import State, check_keys, check_settings
+from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings, render, snapshot
 
 T = TypeVar("T")
 
 
-class Shuffler(BaseNode[T]):
+class Shuffler(Node[T]):
     """Yields the source's items in a random order, each from a buffer that is full until the source ends.
 
     When the source ends, the rest of the buffer follows, in random order too. The buffer is part of the state.
@@ -44,6 +44,7 @@ class Shuffler(BaseNode[T]):
         super().reset(initial_state)
         # Each entry is [item, its plain form or None]: an item is turned into plain data once, when a state needs it.
         self._buffer: list[list[Any]] = []
+        self._fresh: list[list[Any]] = []  # those without a plain form, and some that were handed out since
         self._drawn = 0
         if initial_state is None:
             self.source.reset(None)
@@ -60,25 +61,35 @@ class Shuffler(BaseNode[T]):
         buffer = self._buffer
         while len(buffer) < self.buffer_size:
             try:
-                buffer.append([next(self.source), None])
+                entry = [next(self.source), None]
             except StopIteration:
                 break
+            buffer.append(entry)
+            self._fresh.append(entry)
         if not buffer:
             raise StopIteration
+        if len(self._fresh) > 2 * self.buffer_size:
+            self._fresh = [entry for entry in buffer if entry[1] is None]
         index = random_index(self._key, self._drawn, len(buffer))
         self._drawn += 1
         buffer[index], buffer[-1] = buffer[-1], buffer[index]
         item: T = buffer.pop()[0]
         return item
 
-    def get_state(self) -> State:
-        for entry in self._buffer:
+    def snapshot(self) -> Snapshot:
+        for entry in self._fresh:
             if entry[1] is None:
                 entry[1] = freeze(entry[0])
-        return {
-            self.SEED_KEY: self.seed,
-            self.SIZE_KEY: self.buffer_size,
-            self.DRAWN_KEY: self._drawn,
-            self.BUFFER_KEY: [entry[1] for entry in self._buffer],
-            self.SOURCE_KEY: self.source.state_dict(),
-        }
+        self._fresh.clear()
+        buffer = [entry[1] for entry in self._buffer]
+        return _state, (self.seed, self.buffer_size, self._drawn, buffer, snapshot(self.source))
+
+
+def _state(seed: Seed, buffer_size: int, drawn: int, buffer: list[Any], source: Snapshot) -> State:
+    return {
+        Shuffler.SEED_KEY: seed,
+        Shuffler.SIZE_KEY: buffer_size,
+        Shuffler.DRAWN_KEY: drawn,
+        Shuffler.BUFFER_KEY: list(buffer),
+        Shuffler.SOURCE_KEY: render(source),
+    }

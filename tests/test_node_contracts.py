@@ -769,3 +769,37 @@ class TestPinnedMemory:
             assert found["there"] is there
             assert found["text"] == "a"
             assert found["ids"].tolist() == [0, 1, 2, 3]
+
+
+class CountingPacker(Packer):
+    """A subclass that adds to the state, as torchdata's documentation shows."""
+
+    def reset(self, initial_state=None):
+        state = None if initial_state is None else dict(initial_state)
+        self.count = 0 if state is None else state.pop("count")
+        super().reset(state)
+
+    def next(self):
+        self.count += 1
+        return super().next()
+
+    def get_state(self):
+        return {**super().get_state(), "count": self.count}
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_a_subclass_with_a_state_of_its_own_keeps_it_under_any_node(prefetched):
+    def build():
+        source = CountingPacker(Items(documents([3, 5, 7] * 9)), seq_len=4, eos_id=EOS)
+        node = Batcher(shuffle(source), batch_size=2)
+        return Prefetcher(node, prefetch_factor=2) if prefetched else node
+
+    node, other = build(), build()
+    take(node, 4)
+    state = node.state_dict()
+    assert state["source"]["count"] == 4 * 2 + 2
+    other.reset(state)
+    assert other.state_dict() == state
+    if prefetched:
+        node.close()
+        other.close()
