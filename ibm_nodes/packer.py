@@ -6,7 +6,8 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.items import Document, Place, Sample, freeze, thaw
-from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings, render, snapshot
+from ibm_nodes.node import Node, Snapshot, draw, render, snapshot
+from ibm_nodes.state import State, check_keys, check_settings
 
 
 class Packer(Node[Sample]):
@@ -64,13 +65,14 @@ class Packer(Node[Sample]):
         self.source.reset(initial_state[self.SOURCE_KEY])
 
     def next(self) -> Sample:
-        seq_len, source = self.seq_len, self.source
-        while self._length < seq_len:
+        closing = 1 if self._bos is None else 2
+        while self._length < self.seq_len:
             try:
-                document = next(source)
+                documents = draw(self.source, self.seq_len - self._length, closing)
             except StopIteration:
                 break
-            self._add(document)
+            for document in documents:
+                self._add(document)
         if not self._length:
             raise StopIteration
         return self._cut()

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torchdata.nodes import BaseNode
 
+from ibm_nodes.node import Node, Snapshot, as_snapshot, render, snapshot
 from ibm_nodes.read_ahead import stop_waiting_when
-from ibm_nodes.state import Node, Snapshot, State, as_snapshot, render, snapshot
+from ibm_nodes.state import State
 
 T = TypeVar("T")
 

@@ -8,9 +8,10 @@ from ibm_nodes import formats
 from ibm_nodes.blocks import Block, Blocks, Cursor
 from ibm_nodes.items import Document
 from ibm_nodes.listing import Listing, current_session
+from ibm_nodes.node import Node, Snapshot
 from ibm_nodes.permutation import Seed, check_seed
 from ibm_nodes.read_ahead import Task, read_ahead
-from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings
+from ibm_nodes.state import State, check_keys, check_settings
 from ibm_nodes.storage import Options
 
 FIRST_READ_BYTES = 1 << 20
@@ -120,18 +121,25 @@ class Reader(Node[Document]):
         self._ask()
 
     def next(self) -> Document:
-        while True:
-            block = self._block
-            if block is None:
-                block = self._load()
-            row = self._row
-            if row < block.num_rows:
-                self._row = row + 1
-                if row == self._ask_at:
-                    self._ask()
-                tokens = block.lists.values[block.begins[row] : block.ends[row]]
-                return Document(tokens, block.url, block.rows[row], self.name, self._at.epoch)
-            self._finish(block)
+        return self.draw(1, extra=1)[0]
+
+    def draw(self, num_tokens: int, extra: int = 0) -> list[Document]:
+        block = self._block
+        while block is None or self._row >= block.num_rows:
+            if block is not None:
+                self._finish(block)
+            block = self._load()
+        first = last = self._row
+        begins, ends = block.begins, block.ends
+        while num_tokens > 0 and last < block.num_rows:
+            num_tokens -= ends[last] - begins[last] + extra
+            last += 1
+        self._row = last
+        if first <= self._ask_at < last:
+            self._ask()
+        values, url, name, epoch = block.lists.values, block.url, self.name, self._at.epoch
+        rows = zip(begins[first:last], ends[first:last], block.rows[first:last], strict=True)
+        return [Document(values[begin:end], url, row, name, epoch) for begin, end, row in rows]
 
     def snapshot(self) -> Snapshot:
         block = self._block

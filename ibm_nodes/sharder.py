@@ -6,17 +6,8 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.listing import ListingSession
-from ibm_nodes.state import (
-    SHARDS_KEY,
-    Node,
-    Snapshot,
-    State,
-    as_snapshot,
-    check_keys,
-    check_settings,
-    render,
-    snapshot,
-)
+from ibm_nodes.node import Node, Snapshot, as_snapshot, render, snapshot
+from ibm_nodes.state import SHARDS_KEY, State, check_keys, check_settings
 
 T = TypeVar("T")
 

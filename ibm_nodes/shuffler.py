@@ -5,8 +5,9 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.items import freeze, thaw
+from ibm_nodes.node import Node, Snapshot, render, snapshot
 from ibm_nodes.permutation import Seed, check_seed, derive_key, random_index
-from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings, render, snapshot
+from ibm_nodes.state import State, check_keys, check_settings
 
 T = TypeVar("T")
 
