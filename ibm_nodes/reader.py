@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from ibm_nodes import formats
-from ibm_nodes.blocks import Block, Blocks, Cursor
+from ibm_nodes.blocks import Block, Blocks, Cursor, HeldOut
 from ibm_nodes.items import Document
 from ibm_nodes.listing import Listing, current_session
 from ibm_nodes.node import Node, Snapshot
@@ -16,6 +16,7 @@ from ibm_nodes.storage import Options
 
 FIRST_READ_BYTES = 1 << 20
 MAX_DEPTH = 8
+SETTINGS = ("name", "seed", "shard", "num_shards", "column", "holdout", "split")
 
 
 class Reader(Node[Document]):
@@ -40,6 +41,8 @@ class Reader(Node[Document]):
         format: "arrow" or "parquet"; None tells by the ending.
         epochs: passes over the data; None goes on for ever.
         vocab_size: ids must be below it, if it is given.
+        holdout: share of the documents that are held out, chosen by a hash of dataset, file and row alone.
+        split: "train" reads the documents that are not held out, "validation" those that are.
         listing: what is under the url, from ``list_dataset``; None lists at the start, once for all readers of a
         Sharder.
         storage_options: fsspec's options for the store, such as key, secret and endpoint_url.
@@ -66,6 +69,8 @@ class Reader(Node[Document]):
         format: str | None = None,
         epochs: int | None = None,
         vocab_size: int | None = None,
+        holdout: float = 0.0,
+        split: str = "train",
         listing: Listing | None = None,
         storage_options: Options = None,
     ) -> None:
@@ -76,6 +81,12 @@ class Reader(Node[Document]):
             raise ValueError(f"epochs must be at least 1 or None, got {epochs}")
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
+        if not 0 <= holdout < 1 or split not in ("train", "validation"):
+            raise ValueError(
+                f'holdout must be from 0 to below 1 and split "train" or "validation", got {holdout} and {split!r}'
+            )
+        if split == "validation" and not holdout:
+            raise ValueError('split="validation" needs a holdout above 0, the one that the training data are read with')
         formats.suffixes(format)
         self.url = url
         self.name = url.rstrip("/").rsplit("/", 1)[-1] if name is None else name
@@ -86,12 +97,14 @@ class Reader(Node[Document]):
         self.format = format
         self.epochs = epochs
         self.vocab_size = vocab_size
+        self.holdout = holdout
+        self.split = split
         self.listing = listing
         self.storage_options = storage_options
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
-        settings = {name: getattr(self, name) for name in ("name", "seed", "shard", "num_shards", "column")}
+        settings = {name: getattr(self, name) for name in SETTINGS}
         state = initial_state
         if state is None:
             state = {self.SETTINGS_KEY: {**settings, "listing": None}, **dict.fromkeys(self.COUNTER_KEYS, 0)}
@@ -113,6 +126,7 @@ class Reader(Node[Document]):
             listing=self.listing
             or partial(current_session().listing, self.url, self.storage_options, formats.suffixes(self.format)),
             expected=self._settings["listing"],
+            held_out=HeldOut(self.name, self.holdout, self.split == "validation") if self.holdout else None,
         )
         self._block: Block | None = None
         self._queue: deque[tuple[Cursor, Task[Block]]] = deque()
@@ -224,8 +238,9 @@ class Reader(Node[Document]):
                 following = Cursor(self.epochs, False, 0, 0)
             elif self._at.whole:
                 raise ValueError(
-                    f"dataset {self.name!r} at {self.url} has no token in column {self.column!r}: "
-                    "leave it out of the mix"
+                    f"dataset {self.name!r} at {self.url} has no token in column {self.column!r}"
+                    + (f" of its {self.split} split with holdout={self.holdout}" if self.holdout else "")
+                    + ": leave it out of the mix"
                 )
             else:
                 following = Cursor(self._at.epoch, True, 0, 0)
