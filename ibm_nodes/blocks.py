@@ -61,7 +61,8 @@ class HeldOut(NamedTuple):
         """Tells which rows of a file are read."""
         limit = np.uint64(min(round(self.share * 2**64), 2**64 - 1))
         words = random_words(derive_key("holdout", self.name, key), rows)
-        return (words < limit) == self.wanted
+        chosen: np.ndarray = (words < limit) == self.wanted
+        return chosen
 
 
 class Blocks:

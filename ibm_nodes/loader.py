@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torchdata.nodes
 from torchdata.nodes import BaseNode
 
+from ibm_nodes.schedule import SCHEDULE_KEY, Schedule
 from ibm_nodes.state import State, copy_state
 
 T = TypeVar("T")
@@ -32,6 +33,10 @@ class Loader(torchdata.nodes.Loader[T]):
     def state_dict(self) -> State:
         """Returns the state after the last item handed out, to save and load."""
         state: State = copy_state(self.root.state_dict())
+        for node in self._chain():
+            schedule = getattr(node, "schedule", None)
+            if isinstance(schedule, Schedule) and SCHEDULE_KEY in state:
+                state[SCHEDULE_KEY] = schedule.state()  # what was set after the last item was drawn belongs to it too
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -40,9 +45,13 @@ class Loader(torchdata.nodes.Loader[T]):
 
     def close(self) -> None:
         """Ends the background threads and lets go of blocks; iterating again goes on after the last item handed out."""
+        for node in self._chain():
+            getattr(node, "close", lambda: None)()
+
+    def _chain(self) -> Iterator[Any]:
         node: Any = self.root
         while node is not None:
-            getattr(node, "close", lambda: None)()
+            yield node
             node = getattr(node, "source", None)
 
     def __enter__(self) -> "Loader[T]":

@@ -1,6 +1,5 @@
 """Mixer: draws from named sources so that their tokens follow weights."""
 
-import math
 from collections import deque
 from collections.abc import Mapping
 from itertools import islice
@@ -10,6 +9,7 @@ from torchdata.nodes import BaseNode
 
 from ibm_nodes.node import Node, Snapshot, draw, render, snapshot
 from ibm_nodes.permutation import Seed, check_seed, derive_key, random_index
+from ibm_nodes.schedule import Schedule, check_weights
 from ibm_nodes.state import State, check_keys, check_settings
 
 T = TypeVar("T")
@@ -37,8 +37,11 @@ class Mixer(Node[T]):
 
     Args:
         sources: nodes of items with ``tokens``, by name.
-        weights: share of each source's tokens; any sum. Names must be those of the sources.
+        weights: share of each source's tokens; any sum. Names must be those of the sources. A ``Schedule`` lets them
+            change; a name that one of its entries leaves out has weight 0 there.
         seed: an int or a tuple of ints; give each logical shard its own, as in ``seed=(0, shard)``.
+        max_tokens: by name, when a source has ended: as soon as so many of its tokens were handed out.
+        renamed: by a source's name, the name that it has in states which were saved before.
 
     Raises:
         ValueError: if a weight is negative, NaN or infinite, if all are zero, or if names differ.
@@ -52,13 +55,27 @@ class Mixer(Node[T]):
     WEIGHTS_KEY = "weights"
     SOURCES_KEY = "sources"
 
-    def __init__(self, sources: Mapping[str, BaseNode[T]], *, weights: Mapping[str, float], seed: Seed = 0) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, BaseNode[T]],
+        *,
+        weights: Mapping[str, float] | Schedule,
+        seed: Seed = 0,
+        max_tokens: Mapping[str, int] | None = None,
+        renamed: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
         if not sources:
             raise ValueError("sources must not be empty")
         self.sources = dict(sources)
-        self.weights = integer_weights(weights, self.sources)
+        self.schedule = weights if isinstance(weights, Schedule) else None
+        self.weights = self._scheduled() if isinstance(weights, Schedule) else integer_weights(weights, self.sources)
         self.seed = check_seed(seed)
+        self.max_tokens = dict(max_tokens or {})
+        self.renamed = dict(renamed or {})
+        for what, names in (("max_tokens", self.max_tokens), ("renamed", self.renamed)):
+            if unknown := sorted(set(names) - set(self.sources)):
+                raise ValueError(f"{what} must be for the sources {sorted(self.sources)}, got {unknown} too")
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
@@ -69,6 +86,8 @@ class Mixer(Node[T]):
             state |= {key: {} for key in counters}
         check_keys(self, state, (self.SEED_KEY, self.ENDED_KEY, self.WEIGHTS_KEY, self.SOURCES_KEY, *counters))
         check_settings(self, state, seed=self.seed)
+        if self.renamed:
+            state = self._with_new_names(state)
         self._credits: dict[str, int] = dict(state[self.CREDITS_KEY])
         self._ended = list(state[self.ENDED_KEY])
         kept = (self.TOKENS_KEY, self.DOCUMENTS_KEY, self.SOURCES_KEY)
@@ -77,7 +96,8 @@ class Mixer(Node[T]):
             key: {name: value for name, value in state[key].items() if name not in self.sources} for key in kept
         }
         self._places = {
-            name: _Place(name, node, *(state[key].get(name) for key in kept)) for name, node in self.sources.items()
+            name: _Place(name, node, self.max_tokens.get(name), *(state[key].get(name) for key in kept))
+            for name, node in self.sources.items()
         }
         # The sources that can be drawn from, their weights and credits, and which of them is due.
         self._active: list[_Place[T]] = []
@@ -85,17 +105,24 @@ class Mixer(Node[T]):
         self._now: list[int] = []
         self._due = 0
         self._prepared = False
+        self._until: float = -1
+        self._changes: object = None
         self._start()
 
     def next(self) -> T:
         return self.draw(1, extra=1)[0]
 
     def draw(self, num_tokens: int, extra: int = 0) -> list[T]:
+        schedule = self.schedule
+        if schedule is not None and (schedule.now >= self._until or schedule.changes is not self._changes):
+            self._reweigh(schedule)
         self._fill()
         items: list[T] = []
         active, shares, credits, due = self._active, self._shares, self._now, self._due
         while num_tokens > 0 and active[due].ahead:
             place = active[due]
+            if place.limit is not None and place.tokens >= place.limit:
+                break
             item = place.ahead.popleft()
             length = len(item.tokens)  # type: ignore[attr-defined]  # items of a mix have tokens
             place.drawn += 1
@@ -135,14 +162,40 @@ class Mixer(Node[T]):
         while self._active:
             due = self._active[self._due]
             try:
-                due.fill()
-                return
+                if due.limit is None or due.tokens < due.limit:
+                    due.fill()
+                    return
             except StopIteration:
-                names = [place.name for place in self._active]
-                self._credits = {**self._credits, **dict(zip(names, self._now, strict=True))}
-                self._ended.append(due.name)
-                self._activate()
+                pass
+            self._keep_credits()
+            self._ended.append(due.name)
+            self._activate()
         raise StopIteration
+
+    def _reweigh(self, schedule: Schedule) -> None:
+        """Takes the weights that the schedule has now; credits stay as they are, so nothing is repaid."""
+        self._changes = schedule.changes
+        _, self._until = schedule.weights(schedule.now)
+        weights = self._scheduled()
+        if weights != self.weights:
+            if self._prepared:
+                self._keep_credits()
+            self.weights, self._prepared = weights, False
+
+    def _scheduled(self) -> dict[str, int]:
+        assert self.schedule is not None
+        given, _ = self.schedule.weights(self.schedule.now)
+        return integer_weights({**dict.fromkeys(self.schedule.names, 0.0), **given}, self.sources)
+
+    def _keep_credits(self) -> None:
+        names = [place.name for place in self._active]
+        self._credits = {**self._credits, **dict(zip(names, self._now, strict=True))}
+
+    def _with_new_names(self, state: State) -> State:
+        now = {old: new for new, old in self.renamed.items()}
+        keys = (self.CREDITS_KEY, self.TOKENS_KEY, self.DOCUMENTS_KEY, self.WEIGHTS_KEY, self.SOURCES_KEY)
+        named = {key: {now.get(name, name): value for name, value in state[key].items()} for key in keys}
+        return {**state, **named, self.ENDED_KEY: [now.get(name, name) for name in state[self.ENDED_KEY]]}
 
     def _prepare(self) -> None:
         """Gives credit to the sources that have none."""
@@ -196,14 +249,33 @@ class _Place(Generic[T]):
         ahead: those documents.
         drawn: how many of those that were drawn together are not ahead any more.
         tokens, documents: how many were handed out in all.
+        limit: tokens after which the source has ended, or None.
     """
 
-    __slots__ = ("_before", "_skip", "_source", "_started", "_state", "ahead", "documents", "drawn", "name", "tokens")
+    __slots__ = (
+        "_before",
+        "_skip",
+        "_source",
+        "_started",
+        "_state",
+        "ahead",
+        "documents",
+        "drawn",
+        "limit",
+        "name",
+        "tokens",
+    )
 
     def __init__(
-        self, name: str, source: BaseNode[T], tokens: int | None, documents: int | None, state: tuple[Any, int] | None
+        self,
+        name: str,
+        source: BaseNode[T],
+        limit: int | None,
+        tokens: int | None,
+        documents: int | None,
+        state: tuple[Any, int] | None,
     ) -> None:
-        self.name = name
+        self.name, self.limit = name, limit
         self.tokens, self.documents, self.drawn = tokens or 0, documents or 0, 0
         self.ahead: deque[T] = deque()
         self._source = source
@@ -258,11 +330,7 @@ def integer_weights(weights: Mapping[str, float], names: Mapping[str, Any]) -> d
         raise ValueError(f"weights must be for the sources {sorted(names)}, got weights for {unknown} too")
     if missing := sorted(set(names) - set(weights)):
         raise ValueError(f"weights must name every source, got none for {missing}: give 0 to leave one out")
-    for name, weight in weights.items():
-        if not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"weights must be finite and not negative, got {weight} for {name!r}")
-    if not any(weights.values()):
-        raise ValueError("weights must not all be zero: nothing could be drawn")
+    check_weights(weights)
     largest = max(weights.values())  # exact: a float is a fraction
     return _scale({name: round(weights[name] / largest * (1 << 62)) if weights[name] else 0 for name in sorted(names)})
 
