@@ -1,8 +1,9 @@
 """Composable ``torchdata.nodes`` that stream training data from object storage, the same at any world size."""
 
 from ibm_nodes.batcher import Batcher, CausalLMCollator
+from ibm_nodes.end_together import EndTogether
 from ibm_nodes.formats import list_dataset
-from ibm_nodes.items import Document, Place, Sample
+from ibm_nodes.items import Document, Place, Sample, filler
 from ibm_nodes.listing import Listing
 from ibm_nodes.loader import Loader
 from ibm_nodes.mixer import Mixer
@@ -20,6 +21,7 @@ __all__ = [
     "Batcher",
     "CausalLMCollator",
     "Document",
+    "EndTogether",
     "Listing",
     "Loader",
     "Mixer",
@@ -31,6 +33,7 @@ __all__ = [
     "Schedule",
     "Sharder",
     "Shuffler",
+    "filler",
     "list_dataset",
     "list_recipes",
     "load_recipe",

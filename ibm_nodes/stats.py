@@ -13,7 +13,8 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
     """Gives what the loader has handed out on this rank since the run began, as plain numbers.
 
     Returns:
-        A dict of ``position`` (samples handed out on all ranks), ``waited_seconds`` (of the consumer, for the loader),
+        A dict of ``position`` (samples handed out on all ranks), ``filler`` (share of filler in what this rank drew
+        since it was built), ``waited_seconds`` (of the consumer, for the loader),
         ``store`` (of the whole process: requests, bytes, seconds in requests, seconds that nodes waited for blocks) and
         ``datasets``: for each name tokens and documents drawn, ``share`` of all tokens, ``weight``, ``passes`` over the
         data, and ``skipped``, documents without tokens. Tokens that wait in buffers count as drawn.
@@ -22,6 +23,8 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
     shards = list(state.get(SHARDS_KEY, {0: state}).values())
     return {
         "position": state.get("position"),
+        "filler": sum(getattr(node, "num_filler", 0) for node in _chain(loader.root))
+        / max(1, sum(getattr(node, "num_items", 0) for node in _chain(loader.root))),
         "waited_seconds": sum(getattr(node, "waited_seconds", 0.0) for node in _chain(loader.root)),
         "store": {
             "requests": counters.requests,

@@ -365,7 +365,7 @@ def test_says_that_the_store_bounded_a_run(ibm_nodes, monkeypatch, tmp_path):
     read = storage._read_local
 
     def slow(*arguments):
-        time.sleep(0.1)
+        time.sleep(0.3)
         return read(*arguments)
 
     monkeypatch.setattr(storage, "_read_local", slow)
@@ -631,9 +631,8 @@ def test_reads_and_saves_on_an_object_store_and_never_shows_the_credentials(ibm_
         ["--check", "--json"],
     ):
         code, out, error = ibm_nodes(*one(f"{bucket.url}x/", *more, *s3_flags(options)))
-        assert (code, error) == (0, "")
-        assert options["key"] not in out
-        assert options["secret"] not in out
+        assert code == 0
+        assert not any(options[name] in out + error for name in ("key", "secret"))
     assert checkpoint.latest(f"{bucket.url}saves", storage_options=options) == 2
 
 
