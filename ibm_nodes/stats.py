@@ -48,8 +48,8 @@ def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict
             entry["tokens"] += tokens
             entry["documents"] += mixer["documents"][name]
             entry["weight"] = mixer["weights"].get(name, 0) / total
-    for reader in (found for shard in shards for found in _find(shard, "passes")):
-        entry = datasets.setdefault(reader["settings"]["name"], {"passes": 0, "skipped": 0})
+    for name, reader in (found for shard in shards for found in _readers(shard)):
+        entry = datasets.setdefault(name or reader["settings"]["name"], {"passes": 0, "skipped": 0})
         entry["passes"] += reader["passes"] * (num_shards if reader["whole"] else 1) / num_owned
         entry["skipped"] += reader["skipped"]
     drawn = sum(entry.get("tokens", 0) for entry in datasets.values())
@@ -57,6 +57,14 @@ def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict
         if drawn and "tokens" in entry:
             entry["share"] = entry["tokens"] / drawn
     return datasets
+
+
+def _readers(shard: State) -> Iterator[tuple[str, State]]:
+    """Gives the states of readers by the name that a mixer has for each; "" without a mixer."""
+    mixed = [(name, source) for mixer in _find(shard, "credits") for name, source in mixer["sources"].items()]
+    for name, source in mixed or [("", shard)]:
+        for reader in _find(source, "passes"):
+            yield name, reader
 
 
 def _find(state: Any, key: str) -> Iterator[State]:

@@ -134,6 +134,24 @@ def test_a_dataset_that_is_used_up_leaves_its_weight_to_the_others(tmp_path):
     assert datasets["b"]["documents"] > 400
 
 
+def test_a_renamed_dataset_goes_on_where_it_stood_and_is_reported_by_its_new_name(tmp_path):
+    urls = {name: write(tmp_path / name, 200) for name in ("a", "b")}
+    settings = {"seq_len": SEQ_LEN, "eos_id": EOS, "global_batch_size": 4, "num_shards": 4}
+    with load_recipe("pretrain")(urls, weights={"a": 1, "b": 3}, **settings) as loader:
+        iterator = iter(loader)
+        for _ in range(5):
+            next(iterator)
+        state = stored(loader.state_dict())
+        expected = [next(iterator)["input_ids"] for _ in range(5)]
+    moved = {"a": urls["a"], "books": urls["b"]}
+    with load_recipe("pretrain")(moved, weights={"a": 1, "books": 3}, renamed={"books": "b"}, **settings) as loader:
+        loader.load_state_dict(state)
+        assert all(torch.equal(batch["input_ids"], one) for batch, one in zip(loader, expected, strict=False))
+        datasets = stats(loader)["datasets"]
+    assert datasets.keys() == {"a", "books"}
+    assert datasets["books"]["passes"] > 0
+
+
 def test_max_tokens_end_the_run_in_whole_global_batches(tmp_path):
     urls = {"a": write(tmp_path / "a", 100)}
     settings = {"weights": {"a": 1}, "seq_len": SEQ_LEN, "eos_id": EOS, "global_batch_size": 4, "num_shards": 4}
