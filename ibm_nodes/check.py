@@ -10,7 +10,7 @@ from torchdata.nodes import BaseNode, Loader
 from ibm_nodes import formats
 from ibm_nodes.batcher import Batcher
 from ibm_nodes.formats.lists import check_ids
-from ibm_nodes.listing import Listing
+from ibm_nodes.listing import Listing, StoredObject
 from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
 from ibm_nodes.prefetcher import Prefetcher
@@ -126,8 +126,8 @@ def _block(reader: Reader, listing: Listing) -> tuple[Block | None, Exception | 
 def _places(reader: Reader, listing: Listing) -> Iterator[tuple[Object, formats.ShardFile, int]]:
     """Gives the blocks of a dataset, those of the largest file first, and of a file those from the middle on."""
     for item in sorted(listing.objects, key=lambda item: -item.size):
-        file = formats.opener(item.key, reader.format)(listing, item, reader.column)
-        middle = len(file.groups) // 2
+        file = formats.opener(item.key, reader.format)(StoredObject(listing, item), reader.column)
+        middle = len(file.groups) // 2 if file.splittable else 0
         for number in [*range(middle, len(file.groups)), *range(middle)]:
             yield item, file, number
 
@@ -143,7 +143,7 @@ def _read(item: Object, file: formats.ShardFile, number: int, vocab_size: int | 
     rows = zip(lists.begins.tolist(), lists.ends.tolist(), strict=True)
     largest_id = max((int(lists.values[begin:end].max()) for begin, end in rows if begin < end), default=-1)
     try:
-        lists = check_ids(lists, vocab_size)
+        lists = check_ids(lists, vocab_size, item.url)
     except ValueError as error:
         error.add_note(place)
         fault = error
