@@ -117,7 +117,7 @@ class Blocks:
             # Somewhere in the middle half, so that the readers of many shards do not all ask at one moment.
             ask_at=len(order) // 4 + random_index(key, 0, len(order) // 2 + 1),
             size=file.size(number),
-            chained=len(set(file.groups[blocks].tolist())) < len(blocks),
+            chained=not file.splittable or len(set(file.groups[blocks].tolist())) < len(blocks),
         )
 
     def _read(self, file: formats.ShardFile, number: int, item: Object) -> formats.Lists:
