@@ -52,8 +52,8 @@ class StreamDecoder:
                 self._prepare(bytes(self._buffer[at:end]), kind)
             at = end
         parts += self._decode(places, wanted)
-        if last and not self._ended and (at < len(self._buffer) or self._decoder is None):
-            raise ValueError(f"{self._url} was cut off: it ends in the middle of an Arrow stream")
+        if last and (self._decoder is None or (at < len(self._buffer) and not self._ended)):
+            raise ValueError(f"{self._url} is not an Arrow stream, or was cut off: it ends in the middle of one")
         del self._buffer[:at]
         return join(parts) if wanted else None
 

@@ -125,7 +125,7 @@ def parse(text: bytes, offset: int, column: str, kind: pa.DataType, url: str) ->
     edges = np.concatenate([[0], newlines + 1, [len(text)]])
     starts = edges[:-1][np.diff(edges) > 1]
     array = _parse_fast(text, column, kind)
-    if array is None or len(array) != len(starts) or array.null_count:
+    if array is None or len(array) != len(starts) or _has_nulls(array):
         values = list(_parse_lines(text, offset, column, kind, url))
         array, starts = pa.array([value for value, _ in values], kind), np.array([at for _, at in values], np.int64)
     return array, starts + offset
@@ -148,6 +148,10 @@ def _parse_fast(text: bytes, column: str, kind: pa.DataType) -> pa.Array | None:
     return table.column(column).combine_chunks()
 
 
+def _has_nulls(array: pa.Array) -> bool:
+    return bool(array.null_count or (pa.types.is_list(array.type) and array.flatten().null_count))
+
+
 def _parse_lines(text: bytes, offset: int, column: str, kind: pa.DataType, url: str) -> Iterator[tuple[object, int]]:
     """Parses line by line, and yields values and where the lines begin in the text."""
     begin = 0
@@ -156,7 +160,7 @@ def _parse_lines(text: bytes, offset: int, column: str, kind: pa.DataType, url: 
             place = f"the line at byte {offset + begin} of {url}"
             try:
                 row = json.loads(line)
-            except ValueError as error:  # which a wrong encoding is, too
+            except (ValueError, RecursionError) as error:  # a wrong encoding is a ValueError, too
                 raise ValueError(f"{place} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{place} is not a JSON object but {type(row).__name__}: give lines of objects")

@@ -65,9 +65,9 @@ class MegatronFile:
             reached = begins[len(firsts) :]
             reached = reached[reached <= edges[-2]]
             firsts += (first + np.searchsorted(edges[:-1], reached, "left")).tolist()
-        if end != self._file.size:
+        if end != self._file.size or end != self._layout.end:
             raise ValueError(
-                f"{self._file.url} does not fit its index: it has {self._file.size} bytes, its documents {end}; "
+                f"{self._file.url} does not fit its index: it has {self._file.size} bytes, not {self._layout.end}; "
                 "was one of the two cut off, or replaced?"
             )
         return np.array(firsts + [num_documents] * (len(self.spans) - len(firsts)))
@@ -99,13 +99,14 @@ class MegatronFile:
 
 
 class _Layout(NamedTuple):
-    """Where the index has its arrays."""
+    """Where the index has its arrays, and where the last sequence ends."""
 
     kind: np.dtype
     num_sequences: int
     num_documents: int
     pointers: int
     documents: int
+    end: int
 
 
 def _layout(places: StoredObject) -> _Layout:
@@ -120,4 +121,9 @@ def _layout(places: StoredObject) -> _Layout:
     documents = pointers + INT64 * num_sequences
     if num_edges < 1 or documents + INT64 * num_edges > places.size:
         raise ValueError(f"{places.url} was cut off, or is damaged: {num_sequences} sequences do not fit its size")
-    return _Layout(kind, num_sequences, num_edges - 1, pointers, documents)
+    end = 0
+    if num_sequences:
+        (size,) = struct.unpack("<i", places.read(pointers - INT32, pointers))
+        (begin,) = struct.unpack("<q", places.read(documents - INT64, documents))
+        end = begin + size * kind.itemsize
+    return _Layout(kind, num_sequences, num_edges - 1, pointers, documents, end)

@@ -10,6 +10,7 @@ import json
 import posixpath
 import re
 import tarfile
+import tokenize
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,7 @@ class TarDecoder:
             return None
         try:
             array = _decode(content, field, self._column)
-        except (ValueError, EOFError, TypeError, OverflowError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(f"{member.name} in {self._url} does not hold token ids: {error}") from error
         self._found = self._found or array is not None
         return array if wanted else None
@@ -127,8 +128,7 @@ class TarDecoder:
 def _decode(content: bytes, field: str, column: str) -> np.ndarray[Any, Any] | None:
     """Decodes a member by its ending; None where a JSON object has no such key."""
     if not field.endswith("json"):
-        array: np.ndarray[Any, Any] = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-        return array
+        return _decode_npy(content)
     value = json.loads(content)
     if isinstance(value, dict) and field == "json":
         if column not in value:
@@ -137,6 +137,19 @@ def _decode(content: bytes, field: str, column: str) -> np.ndarray[Any, Any] | N
     if not isinstance(value, list) or any(type(token) is not int for token in value):
         raise ValueError("it must be a list of integers")
     return np.array(value, np.int64)
+
+
+def _decode_npy(content: bytes) -> np.ndarray[Any, Any]:
+    file = io.BytesIO(content)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+    except (SyntaxError, tokenize.TokenError) as error:
+        raise ValueError(f"its header cannot be read: {error}") from error
+    if dtype.kind not in "iu" or shape != (len(content[file.tell() :]) // dtype.itemsize,):
+        raise ValueError(f"it must be integers in one dimension, all of them there, got {dtype} of {shape}")
+    return np.frombuffer(content, dtype, offset=file.tell())
 
 
 def _extension(kind: bytes, content: bytes) -> dict[str, str]:
