@@ -1,9 +1,9 @@
 """Composable ``torchdata.nodes`` that stream training data from object storage, the same at any world size."""
 
 from ibm_nodes.batcher import Batcher, CausalLMCollator
-from ibm_nodes.formats import list_dataset
+from ibm_nodes.formats import Lists, ShardFile, list_dataset
 from ibm_nodes.items import Document, Place, Sample
-from ibm_nodes.listing import Listing
+from ibm_nodes.listing import Listing, StoredObject
 from ibm_nodes.loader import Loader
 from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
@@ -19,6 +19,7 @@ __all__ = [
     "CausalLMCollator",
     "Document",
     "Listing",
+    "Lists",
     "Loader",
     "Mixer",
     "Packer",
@@ -26,8 +27,10 @@ __all__ = [
     "Prefetcher",
     "Reader",
     "Sample",
+    "ShardFile",
     "Sharder",
     "Shuffler",
+    "StoredObject",
     "list_dataset",
     "list_recipes",
     "load_recipe",

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import pyarrow as pa
 from torchdata.nodes import BaseNode, Loader
 
@@ -29,13 +30,18 @@ ROW_BYTES = 150
 
 
 class Block(NamedTuple):
-    """What one block says of its dataset; ``fault`` is what a run would raise for it."""
+    """What one block says of its dataset.
+
+    ``resume_bytes`` is what resuming in its file decodes again at most: the blocks that go on from each other;
+    ``fault`` is what a run would raise for it.
+    """
 
     type: str
     num_tokens: int
     largest_id: int
     stored_bytes: int
     memory_bytes: int
+    resume_bytes: int
     fault: ValueError | None
 
 
@@ -153,6 +159,7 @@ def _read(item: Object, file: formats.ShardFile, number: int, vocab_size: int | 
         largest_id,
         int(file.spans[number + 1] - file.spans[number]),
         lists.values.nbytes + ROW_BYTES * len(lists.rows),
+        int(np.diff(file.spans[np.append(np.unique(file.groups, return_index=True)[1], -1)]).max()),
         fault,
     )
 
@@ -173,6 +180,7 @@ def _dataset(
         "type": block.type if block else None,
         "largest_id": block.largest_id if block else None,
         "vocab_size": reader.vocab_size,
+        "resume_bytes": block.resume_bytes if block else None,
     }
 
 
