@@ -2,9 +2,9 @@
 
 from ibm_nodes.batcher import Batcher, CausalLMCollator
 from ibm_nodes.end_together import EndTogether
-from ibm_nodes.formats import list_dataset
+from ibm_nodes.formats import Lists, ShardFile, list_dataset
 from ibm_nodes.items import Document, Place, Sample, filler
-from ibm_nodes.listing import Listing
+from ibm_nodes.listing import Listing, StoredObject
 from ibm_nodes.loader import Loader
 from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
@@ -23,6 +23,7 @@ __all__ = [
     "Document",
     "EndTogether",
     "Listing",
+    "Lists",
     "Loader",
     "Mixer",
     "Packer",
@@ -31,8 +32,10 @@ __all__ = [
     "Reader",
     "Sample",
     "Schedule",
+    "ShardFile",
     "Sharder",
     "Shuffler",
+    "StoredObject",
     "filler",
     "list_dataset",
     "list_recipes",

@@ -126,7 +126,7 @@ def documents(sample: Sample, *, text: bool = False) -> list[dict[str, Any]]:
             "dataset": name,
             "url": url,
             "row": row,
-            "place": describe_row(row),
+            "place": describe_row(row, url),
             "begin": max(0, offset),
             "end": offset + stop - start,
             "bos": offset < 0,

@@ -674,6 +674,7 @@ def test_a_check_finds_what_an_oracle_does(ibm_nodes, data, tmp_path):
         assert (entry["column"], entry["type"], entry["vocab_size"]) == ("tokens", "lists of int32", 20_000)
         largest_ids = {max(max(rows[place]) for place in rows if place[0] == url) for url in {url for url, _ in rows}}
         assert entry["largest_id"] in largest_ids  # a file has one block here
+        assert entry["resume_bytes"] == max(path.stat().st_size for path in files)
     assert found["problems"] == []
     assert (found["num_shards"], found["global_batch_size"], found["seq_len"]) == (24, BATCH, SEQ_LEN)
 
