@@ -1,5 +1,6 @@
 """Llama, of plain torch modules; and what other models share with it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,7 +54,8 @@ class Llama(nn.Module):
         hidden = self.embedding(input_ids)
         for block in self.blocks:
             hidden = block(hidden, position_ids, mask)
-        return self.output(self.norm(hidden))
+        logits: torch.Tensor = self.output(self.norm(hidden))
+        return logits
 
     def flops_per_token(self, seq_len: int) -> float:
         """Gives the operations of forward and backward, without recomputation; attention counted as if not causal."""
@@ -96,7 +98,8 @@ class LlamaBlock(nn.Module):
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None)
         hidden = hidden + self.out(mixed.transpose(1, 2).flatten(2))
         normed = self.feed_norm(hidden)
-        return hidden + self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        fed: torch.Tensor = self.down(functional.silu(self.gate(normed)) * self.up(normed))
+        return hidden + fed
 
 
 def _rotate(features: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
@@ -108,7 +111,8 @@ def _rotate(features: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 
 def matmul_flops(model: nn.Module) -> float:
     """Gives six operations for each weight that a token is multiplied with."""
-    return 6.0 * sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    weights: Iterator[torch.Tensor] = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
+    return 6.0 * float(sum(weight.numel() for weight in weights))
 
 
 def initialize(module: nn.Module) -> None:

@@ -49,7 +49,7 @@ def build_model(
         torch.manual_seed(seed)
         if ":" in name:
             if vocab_size is not None:
-                options = {"vocab_size": vocab_size, **(options or {})}
+                raise ValueError(f"vocab_size must be among the options of {name}, if it takes one")
             return _import(name, options or {})
         if name not in SHAPES:
             raise LookupError(f"no model {name!r}: there are {', '.join(SHAPES)}, or give package.module:name")

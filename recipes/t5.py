@@ -61,7 +61,8 @@ class T5(nn.Module):
         bias = _relative_bias(self.decoder_positions, hidden.shape[1], causal=True)
         for block in self.decoder:
             hidden = block(hidden, bias, source)
-        return self.output(self.decoder_norm(hidden))
+        logits: torch.Tensor = self.output(self.decoder_norm(hidden))
+        return logits
 
     def flops_per_token(self, seq_len: int) -> float:
         """Gives the operations of forward and backward, without recomputation, of a token of either half."""
@@ -89,7 +90,8 @@ class T5Block(nn.Module):
         if self.cross is not None:
             hidden = self.cross(hidden, source, None)
         normed = self.norm(hidden)
-        return hidden + self.down(functional.gelu(self.gate(normed), approximate="tanh") * self.up(normed))
+        fed: torch.Tensor = self.down(functional.gelu(self.gate(normed), approximate="tanh") * self.up(normed))
+        return hidden + fed
 
 
 class T5Attention(nn.Module):
@@ -114,7 +116,8 @@ class T5Attention(nn.Module):
             for part, of in ((self.query, normed), (self.key, source), (self.value, source))
         )
         mixed = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=1.0)
-        return hidden + self.out(mixed.transpose(1, 2).flatten(2))
+        attended: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return hidden + attended
 
 
 def _relative_bias(positions: nn.Embedding, length: int, *, causal: bool) -> torch.Tensor:
@@ -127,7 +130,7 @@ def _relative_bias(positions: nn.Embedding, length: int, *, causal: bool) -> tor
     exact = buckets // 2
     far = torch.log(distance.clamp(min=1) / exact) / math.log(_MAX_DISTANCE / exact)
     far = (exact + (far * (buckets - exact)).long()).clamp(max=buckets - 1)
-    bias = positions(offset + torch.where(distance < exact, distance, far)).permute(2, 0, 1)[None]
+    bias: torch.Tensor = positions(offset + torch.where(distance < exact, distance, far)).permute(2, 0, 1)[None]
     if causal:
         bias = bias.masked_fill(place[None, :] > place[:, None], torch.finfo(bias.dtype).min)
     return bias
