@@ -56,7 +56,7 @@ def command(given: Sequence[str], say: Callable[[str], None]) -> int:
             global_batch_size=_default(recipe, data, "global_batch_size"),
             cluster=cluster,
             sharding=flags.arguments(fsdp_ethernet, options, WRAPPED),
-            make_validation=_validation(data),
+            make_validation=_validation(data) if training.get("eval_every") else None,
             storage_options=_of_url(training.get("checkpoint"), data.get("storage_options")),
             say=say,
             stopped=stopped,

@@ -98,14 +98,21 @@ def train_step(
     return Outcome(total / count, norm)
 
 
-def evaluate(objective: Objective, loader: Loader[Any]) -> torch.Tensor:
-    """Gives the mean loss over the labels of a finite loader, on all ranks; stops where the first of them ends."""
+def evaluate(objective: Objective, loader: Loader[Any], rows: int | None = None) -> torch.Tensor:
+    """Gives the mean loss over the labels of a finite loader, on all ranks; stops where the first of them ends.
+
+    Args:
+        objective: what was trained.
+        loader: with batches of equal sizes on all ranks.
+        rows: samples that the model is given at once, on a rank; None gives it whole batches.
+    """
     sums = torch.zeros(2, dtype=torch.float64, device=objective.device)
     objective.model.eval()
     with torch.no_grad():
         for batch in _together(loader, objective.device):
-            losses, labels, _ = objective(batch)
-            sums += torch.stack([losses.sum(dtype=torch.float64), (labels != IGNORE_INDEX).sum()])
+            for part in _split(batch, rows):
+                losses, labels, _ = objective(part)
+                sums += torch.stack([losses.sum(dtype=torch.float64), (labels != IGNORE_INDEX).sum()])
     objective.model.train()
     if isinstance(objective.model, FSDPModule):
         objective.model.reshard()  # FSDP2 has kept the root's weights whole for a backward
@@ -121,6 +128,18 @@ def inputs_of(model: nn.Module) -> list[str]:
 def _next(values: torch.Tensor, last: int) -> torch.Tensor:
     """Moves each row one place to the left."""
     return torch.cat([values[:, 1:], torch.full_like(values[:, :1], last)], 1)
+
+
+def _split(batch: dict[str, Any], rows: int | None) -> Iterator[dict[str, Any]]:
+    """Yields parts of a batch of so many rows; what has another number of rows stays as it is."""
+    size = len(batch["input_ids"])
+    for begin in range(0, size, rows or size):
+        yield {
+            key: value[begin : begin + (rows or size)]
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == size
+            else value
+            for key, value in batch.items()
+        }
 
 
 def _together(loader: Loader[Any], device: torch.device) -> Iterator[dict[str, Any]]:

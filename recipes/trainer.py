@@ -95,7 +95,8 @@ def train(
     place = data_parallel(None, None, mesh)
     loader = make_loader(*place)
     with loader:
-        micro_steps = _micro_steps(loader, global_batch_size, place[1])
+        rows = _rows(loader)
+        micro_steps = _micro_steps(rows, global_batch_size, place[1])
         tagger = train_log.tag_datasets(loader)
         model = fsdp_ethernet(model, block_class, cluster=cluster, mesh=mesh, **sharding)
         cuda = cluster.device_type == "cuda"
@@ -123,7 +124,7 @@ def train(
                 record = log.record(done, found.loss.item(), rate, found.norm.item())
             if make_validation and _is_due(done, eval_every):
                 with make_validation(*place) as validation:
-                    record |= {"step": done, "validation_loss": evaluate(objective, validation).item()}
+                    record |= {"step": done, "validation_loss": evaluate(objective, validation, rows).item()}
             _report(record, say, log_file)
         if saves:
             saves.save(done)
@@ -164,20 +165,24 @@ def _ask(wants: bool, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor
     return work, answer
 
 
-def _micro_steps(loader: Loader[Any], global_batch_size: int | None, world_size: int) -> int:
-    """Gives how many batches of a rank make a step."""
+def _rows(loader: Loader[Any]) -> int | None:
+    """Gives how many samples are in a batch of a rank, if one of the loader's nodes knows."""
     node: Any = loader.root
     while node is not None and not hasattr(node, "batch_size"):
         node = getattr(node, "source", None)
-    if node is None or global_batch_size is None:
+    return None if node is None else int(node.batch_size)
+
+
+def _micro_steps(rows: int | None, global_batch_size: int | None, world_size: int) -> int:
+    """Gives how many batches of a rank make a step."""
+    if rows is None or global_batch_size is None:
         return 1
-    unit = node.batch_size * world_size
-    if global_batch_size % unit:
+    if global_batch_size % (rows * world_size):
         raise ValueError(
-            f"global_batch_size must be a multiple of {node.batch_size} samples x {world_size} ranks = {unit}, "
+            f"global_batch_size must be a multiple of {rows} samples x {world_size} ranks = {rows * world_size}, "
             f"got {global_batch_size}"
         )
-    return int(global_batch_size // unit)
+    return global_batch_size // (rows * world_size)
 
 
 def _check(**counts: int | None) -> None:

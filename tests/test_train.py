@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
+from torchdata.nodes import IterableWrapper
 
-from ibm_nodes import cli, flags, load_recipe
+from ibm_nodes import Loader, cli, flags, load_recipe
+from ibm_nodes.recipes import train, trainer
+from ibm_nodes.recipes.models import build_model
 from ibm_nodes.recipes.quickstart import quickstart
 
 STEPS = 12
@@ -46,6 +50,7 @@ def losses(folder, name):
 def begin(*command):
     return subprocess.Popen(
         [sys.executable, "-P", "-m", *command],
+        cwd="/",  # not in a checkout, whose ibm_nodes has no recipes
         env=os.environ | ENVIRONMENT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -156,13 +161,46 @@ def fails(capsys):
         (["--steps", "0"], "steps must be at least 1, got 0"),
         (["--keep", "0", "--checkpoint", "/tmp/never"], "keep must be at least 1 or None, got 0"),
         (["--save-every", "3"], "save_every must come with checkpoint: there is no place to save to"),
-        (["--eval-every", "3"], "eval_every must come with a recipe 'validation', and none is installed"),
         (["--engine", "fsdp3"], "argument --engine: invalid choice: 'fsdp3'"),
         (["--global-batch-size", "9", "--micro-batch-size", "2"], "global_batch_size must be a multiple of world_size"),
     ],
 )
 def test_bad_input_is_one_sentence(fails, url, more, text):
     assert fails("quickstart", "--url", url, "--steps", "1", *more).startswith(text)
+
+
+def test_evaluating_needs_something_to_evaluate_on():
+    with pytest.raises(ValueError, match="eval_every must come with a recipe 'validation', and none is installed"):
+        trainer.train(quickstart, build_model("tiny"), "LlamaBlock", steps=1, eval_every=1)
+
+
+def test_evaluates_on_the_validation_recipe_with_the_arguments_that_it_takes(url, monkeypatch, tmp_path):
+    ids = torch.randint(0, 512, (3, 8, 16), generator=torch.Generator().manual_seed(1))
+    labels = ids.masked_fill(ids % 5 == 0, -100)
+    given = []
+
+    def validation(*, seq_len: int, seed: int = 3, rank: int | None = None, world_size: int | None = None) -> Loader:
+        """Gives three batches."""
+        given.append((seq_len, seed, rank, world_size))
+        return Loader(IterableWrapper([{"input_ids": i, "labels": j} for i, j in zip(ids, labels, strict=True)]))
+
+    monkeypatch.setattr(train, "list_recipes", lambda: ["validation"])
+    monkeypatch.setattr(train, "load_recipe", lambda name: validation if name == "validation" else load_recipe(name))
+    log_file = tmp_path / "log.jsonl"
+    lines = []
+    arguments = ["quickstart", "--url", url, "--seq-len", "16", "--global-batch-size", "6", "--micro-batch-size", "3"]
+    arguments += ["--steps", "4", "--learning-rate", "1e-30", "--eval-every", "2", "--log-file", str(log_file)]
+    assert train.command([*arguments, "--log-every", "4", "--param-dtype", "fp32"], lines.append) == 0
+    assert given == [(16, 3, 0, 1)] * 2
+    model = build_model("tiny")
+    logits = torch.cat([model(batch)[:, :-1] for batch in ids])
+    expected = functional.cross_entropy(logits.flatten(0, 1), labels[:, :, 1:].flatten()).item()
+    first, last = map(json.loads, log_file.read_text().splitlines())
+    assert first == {"step": 2, "validation_loss": pytest.approx(expected, abs=1e-5)}
+    assert last["step"] == 4 and last["validation_loss"] == pytest.approx(expected, abs=1e-5)
+    assert last["loss"] > 0
+    assert lines[0] == f"step 2  validation loss {expected:.4f}"
+    assert lines[1].endswith(f"  validation loss {expected:.4f}") and "tokens/s" in lines[1]
 
 
 def test_a_recipe_that_gives_no_loader_is_no_data(fails):
