@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By type of device. Checkpoints need gloo beside NCCL."""
@@ -50,7 +52,10 @@ def start(device_type: str, interfaces: Sequence[str] = ()) -> None:
     if dist.is_initialized():
         return
     if "RANK" in os.environ:
-        dist.init_process_group(BACKENDS[device_type])
+        store, rank, world_size = next(rendezvous("env://"))
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # The store outlives the workers of an attempt, and would give those of the next one their dead addresses.
+            store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(BACKENDS[device_type], store=store, rank=rank, world_size=world_size)
     else:
-        store = dist.HashStore()  # type: ignore[attr-defined]  # which has it all the same
-        dist.init_process_group(BACKENDS[device_type], store=store, rank=0, world_size=1)
+        dist.init_process_group(BACKENDS[device_type], store=HashStore(), rank=0, world_size=1)

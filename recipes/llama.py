@@ -112,7 +112,7 @@ def _rotate(features: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 def matmul_flops(model: nn.Module) -> float:
     """Gives six operations for each weight that a token is multiplied with."""
     weights: Iterator[torch.Tensor] = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
-    return 6.0 * float(sum(weight.numel() for weight in weights))
+    return 6.0 * sum(weight.numel() for weight in weights)
 
 
 def initialize(module: nn.Module) -> None:
@@ -123,4 +123,4 @@ def initialize(module: nn.Module) -> None:
 
 def split_heads(features: torch.Tensor, heads: int) -> torch.Tensor:
     """Splits [batch, length, features] into [batch, heads, length, features of a head]."""
-    return features.unflatten(2, (heads, -1)).transpose(1, 2)
+    return features.view(*features.shape[:2], heads, -1).transpose(1, 2)

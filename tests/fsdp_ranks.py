@@ -171,6 +171,7 @@ def run_inspect(phase, options):
     if isinstance(model, FullyShardedDataParallel):
         units = FullyShardedDataParallel.fsdp_modules(model)
         return {
+            "waits": limiter_waits(model),
             "limits": [unit.limit_all_gathers for unit in units],
             "strategies": [unit.sharding_strategy.name for unit in units],
             "prefetch": [unit.backward_prefetch.name for unit in units],
@@ -191,6 +192,14 @@ def run_inspect(phase, options):
         "after_forward": [info and info.shard_mesh_size for info in (group.post_forward_mesh_info for group in groups)],
         "dtypes": [[str(group.mp_policy.param_dtype), str(group.mp_policy.reduce_dtype)] for group in groups],
     }
+
+
+def limiter_waits(model):
+    """How often FSDP1's limiter holds the process in a forward and backward."""
+    ids, _ = padded_batch()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(ids[:2]).sum().backward()
+    return sum(event.name == "FullyShardedDataParallel.rate_limiter" for event in profile.events())
 
 
 def run_recompute(phase, options):

@@ -197,9 +197,11 @@ def test_the_losses_of_the_datasets_are_the_parts_of_the_loss(runs):
 # How models are wrapped
 
 
-def test_the_limiter_is_what_was_asked_for_in_every_unit(said):
+def test_the_limiter_is_what_was_asked_for_in_every_unit_and_at_work(said):
     for name, limit in (("limited", True), ("unlimited", False)):
         assert [rank["limits"] for rank in said[name]] == [[limit] * 5] * 4  # the root and four blocks
+    assert all(rank["waits"] > 0 for rank in said["limited"])
+    assert all(rank["waits"] == 0 for rank in said["unlimited"])
 
 
 def test_fsdp1_is_wrapped_for_ethernet(said):
