@@ -1,4 +1,4 @@
-"""The command line: ``ibm-nodes recipes``, ``run NAME``, ``trace NAME``, ``checkpoint show`` and ``verify``.
+"""The command line: ``ibm-nodes recipes``, ``run NAME``, ``trace NAME``, ``checkpoint``, ``plan`` and ``manifest``.
 
 Longer than other modules, since all commands share one treatment of bad input, signals and exit codes; what they do and
 print lies in modules of its own.
@@ -37,6 +37,11 @@ ERRORS = (ValueError, LookupError, TypeError, OSError, ImportError)
 """What bad input and a store that fails raise; anything else is a fault of ours, and keeps its traceback."""
 INTERRUPTED = 130
 DIGEST_BYTES = 8
+REPORTS = {
+    "plan": "plan a run: memory, traffic and time of a step",
+    "manifest": "write the manifest of a run on Kubernetes",
+}
+"""Recipes that give a report: commands of their own, with the recipe's flags."""
 
 say = functools.partial(print, flush=True)
 
@@ -88,6 +93,10 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     run.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags")
     _add_trace(commands)
     _add_checkpoint(commands)
+    for name, text in REPORTS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    if argv and argv[0] in REPORTS:
+        return _report(argv[0], argv[1:])
     hidden += flags.secrets_in(argv)
     namespace = parser.parse_args(argv)
     if namespace.command == "checkpoint":
@@ -100,6 +109,14 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     if namespace.command == "recipes":
         return _recipes()
     parser.print_help()
+    return 0
+
+
+def _report(name: str, given: list[str]) -> int:
+    recipe = load_recipe(name)
+    options = flags.report_parser(name, recipe).parse_args(given)
+    report = recipe(**flags.arguments(recipe, options))
+    say(json.dumps(report.data) if options.run_json else report.text)
     return 0
 
 
@@ -186,7 +203,9 @@ def _recipes() -> int:
 def _returns(recipe: Recipe) -> str:
     kind = flags.signature(recipe).return_annotation
     kind = getattr(kind, "__origin__", kind)
-    return "loader" if isinstance(kind, type) and issubclass(kind, Loader) else "model"
+    if isinstance(kind, type) and issubclass(kind, Loader):
+        return "loader"
+    return "report" if hasattr(kind, "text") else "model"
 
 
 def _run(name: str, given: list[str], hidden: list[str]) -> int:

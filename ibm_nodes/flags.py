@@ -104,6 +104,19 @@ def trace_parser(name: str, recipe: Callable[..., Any]) -> Parser:
     return made
 
 
+def report_parser(name: str, recipe: Callable[..., Any]) -> Parser:
+    """Gives the parser of a command that is a recipe, such as ``ibm-nodes plan``: the recipe's flags.
+
+    Raises:
+        TypeError: as ``parser`` does.
+    """
+    first = (inspect.getdoc(recipe) or "").partition("\n\n")[0]
+    made = Parser(prog=f"ibm-nodes {name}", description=first.replace("%", "%%"))
+    made.add_argument("--json", dest=RUN + "json", action="store_true", help="write the result as one line of JSON")
+    _add_recipe(made, name, recipe, name)
+    return made
+
+
 def add_storage_options(parser: argparse.ArgumentParser) -> None:
     """Adds the flag for the options of a store to the parser of a command without a recipe."""
     parser.add_argument(
@@ -227,8 +240,14 @@ def _options(parameter: inspect.Parameter) -> dict[str, Any] | None:
             value = typing.get_args(kind)[1]
             if value is Any:
                 return {"action": "append", "type": _option, "metavar": "KEY=VALUE"}
-            return {"action": "append", "type": _pair(value), "metavar": f"NAME={'URL' if value is str else 'X'}"}
+            return {"action": "append", "type": _pair(value), "metavar": f"NAME={_values(parameter, value)}"}
     return None
+
+
+def _values(parameter: inspect.Parameter, kind: type) -> str:
+    if kind is not str:
+        return "X"
+    return "URL" if parameter.name == "datasets" else "TEXT"
 
 
 def _alternatives(annotation: Any) -> Sequence[Any]:
