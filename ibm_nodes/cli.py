@@ -1,4 +1,4 @@
-"""The command line: ``ibm-nodes recipes``, ``run NAME``, ``trace NAME``, ``checkpoint``, ``plan`` and ``manifest``.
+"""The command line: ``ibm-nodes recipes``, ``run``, ``train`` and ``trace NAME``, ``checkpoint``, ``plan``, ...
 
 Longer than other modules, since all commands share one treatment of bad input, signals and exit codes; what they do and
 print lies in modules of its own.
@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from typing import Any, NoReturn
 
 import torch
@@ -37,11 +37,11 @@ ERRORS = (ValueError, LookupError, TypeError, OSError, ImportError)
 """What bad input and a store that fails raise; anything else is a fault of ours, and keeps its traceback."""
 INTERRUPTED = 130
 DIGEST_BYTES = 8
-REPORTS = {
-    "plan": "plan a run: memory, traffic and time of a step",
-    "manifest": "write the manifest of a run on Kubernetes",
+BESIDE_RECIPES = {
+    "plan": "say whether a model fits a cluster, and its traffic hides: ibm-nodes plan [flags]",
+    "manifest": "write the manifest of a training run on Kubernetes: ibm-nodes manifest [flags]",
 }
-"""Recipes that give a report: commands of their own, with the recipe's flags."""
+"""Commands that parse all that follows them."""
 
 say = functools.partial(print, flush=True)
 
@@ -93,18 +93,28 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     run.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags")
     _add_trace(commands)
     _add_checkpoint(commands)
-    for name, text in REPORTS.items():
+    train = commands.add_parser(
+        "train",
+        help="train a model on a recipe's data: ibm-nodes train NAME [flags]",
+        description="Trains a model on this process; on many: torchrun -m ibm_nodes.recipes.train NAME [flags]",
+        epilog="The flags depend on the recipe: ibm-nodes train NAME --help",
+    )
+    train.add_argument("name", nargs="?", metavar="NAME", help="a recipe that gives a loader")
+    train.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags, and the trainer's")
+    for name, text in BESIDE_RECIPES.items():
         commands.add_parser(name, help=text, add_help=False)
-    if argv and argv[0] in REPORTS:
-        return _report(argv[0], argv[1:])
+    if argv and argv[0] in BESIDE_RECIPES:
+        return _load_command(argv[0])(argv[1:], say)
     hidden += flags.secrets_in(argv)
     namespace = parser.parse_args(argv)
     if namespace.command == "checkpoint":
         return _checkpoint(namespace, hidden)
-    if namespace.command in ("run", "trace"):
+    if namespace.command in ("run", "train", "trace"):
         if namespace.name is None:
             names = ", ".join(list_recipes())
             raise ValueError(f"{namespace.command} must be given the name of a recipe: there are {names}")
+        if namespace.command == "train":
+            return _load_command("train")([namespace.name, *namespace.flags], say)
         return (_run if namespace.command == "run" else _trace)(namespace.name, namespace.flags, hidden)
     if namespace.command == "recipes":
         return _recipes()
@@ -112,12 +122,12 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     return 0
 
 
-def _report(name: str, given: list[str]) -> int:
-    recipe = load_recipe(name)
-    options = flags.report_parser(name, recipe).parse_args(given)
-    report = recipe(**flags.arguments(recipe, options))
-    say(json.dumps(report.data) if options.run_json else report.text)
-    return 0
+def _load_command(name: str) -> Callable[[Sequence[str], Callable[[str], None]], int]:
+    """Gives a command that lies beside the recipes, which this module is not to import."""
+    for point in entry_points(group="ibm_nodes.commands", name=name):
+        command: Callable[[Sequence[str], Callable[[str], None]], int] = point.load()
+        return command
+    raise LookupError(f"no command {name!r}: ibm-nodes is not installed as a whole")
 
 
 def _add_trace(commands: Any) -> None:
@@ -203,9 +213,7 @@ def _recipes() -> int:
 def _returns(recipe: Recipe) -> str:
     kind = flags.signature(recipe).return_annotation
     kind = getattr(kind, "__origin__", kind)
-    if isinstance(kind, type) and issubclass(kind, Loader):
-        return "loader"
-    return "report" if hasattr(kind, "text") else "model"
+    return "loader" if isinstance(kind, type) and issubclass(kind, Loader) else "model"
 
 
 def _run(name: str, given: list[str], hidden: list[str]) -> int:

@@ -1,7 +1,13 @@
 """The cluster that a model is trained on, in the numbers that decide how to shard it."""
 
 import math
-from dataclasses import dataclass, fields
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 PEAK_FLOPS = {"a100": 312e12, "h100": 989e12, "h200": 989e12}
 """Dense bf16 operations a second of the SXM modules, from NVIDIA's data sheets."""
@@ -72,3 +78,30 @@ class Cluster:
     def peak_flops(self) -> float | None:
         """Dense bf16 operations a second of a device, or None where they are not known."""
         return PEAK_FLOPS.get(self.device)
+
+
+def current_cluster(known: Mapping[str, Any] | None = None) -> Cluster:
+    """Gives the cluster of this job, as torchrun and the machine say; what is known is taken as it is.
+
+    Args:
+        known: arguments of ``Cluster``.
+
+    Raises:
+        ValueError, TypeError: as ``Cluster`` does.
+    """
+    known = dict(known or {})
+    Cluster(**known)  # checks what is divided by below
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+    if "nodes" in known:
+        known.setdefault("gpus_per_node", max(1, world_size // known["nodes"]))
+    else:
+        known.setdefault("gpus_per_node", int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
+        known["nodes"] = max(1, world_size // known["gpus_per_node"])
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    device, gpu_memory_gb = "cpu", memory_gb / known["gpus_per_node"]
+    if known.get("device") != "cpu" and torch.cuda.is_available():
+        name = torch.cuda.get_device_name().lower()
+        device = next((known_name for known_name in PEAK_FLOPS if known_name in name), "cuda")
+        gpu_memory_gb = torch.cuda.get_device_properties().total_memory / 1e9
+    found = Cluster(device=device, gpu_memory_gb=gpu_memory_gb, vcpus=os.cpu_count() or 1, memory_gb=memory_gb)
+    return replace(found, **known)

@@ -1,19 +1,24 @@
-"""The recipe that writes a Kubernetes manifest for the trainer, from the same description of a cluster as ``plan``."""
+"""The command ``ibm-nodes manifest``: a job of Kubernetes for the trainer, of the cluster that ``plan`` is told of."""
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from ibm_nodes.recipes import ethernet, kubernetes
 from ibm_nodes.recipes.cluster import Cluster
 from ibm_nodes.recipes.planner.cards import network_cards
 from ibm_nodes.recipes.planner.loading import num_shards as default_num_shards
-from ibm_nodes.recipes.planner.report import Report
+from ibm_nodes.recipes.planner.report import Report, tell
 
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,48}[a-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def command(given: Sequence[str], say: Callable[[str], None]) -> int:
+    """Runs ``manifest`` with flags."""
+    return tell(manifest, given, say)
 
 
 def manifest(

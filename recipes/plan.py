@@ -1,6 +1,6 @@
-"""The recipe that plans a run: does the model fit, and does its traffic hide behind computing."""
+"""The command ``ibm-nodes plan``: does a model fit a cluster, and does its traffic hide behind computing."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -12,13 +12,18 @@ from ibm_nodes.recipes.planner.cards import network_cards
 from ibm_nodes.recipes.planner.job import Job, Strategy, recompute_share
 from ibm_nodes.recipes.planner.loading import loading
 from ibm_nodes.recipes.planner.outcome import Outcome, outcome
-from ibm_nodes.recipes.planner.report import Report
+from ibm_nodes.recipes.planner.report import Report, tell
 from ibm_nodes.recipes.planner.shapes import find_shape
 from ibm_nodes.recipes.planner.sweep import parse_sweep, run_sweep, sweep_data, sweep_text
 
 NVLINK_GBPS = {"h100": 3600.0, "h200": 3600.0}
 GPU_MEMORY_GB = {"h200": 141.0}
 UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def command(given: Sequence[str], say: Callable[[str], None]) -> int:
+    """Runs ``plan`` with flags."""
+    return tell(plan, given, say)
 
 
 def plan(

@@ -4,9 +4,12 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
-from ibm_nodes import cli, load_recipe
+from ibm_nodes import cli
+from ibm_nodes.recipes import models
 from ibm_nodes.recipes.cluster import Cluster
+from ibm_nodes.recipes.llama import Llama
 from ibm_nodes.recipes.plan import plan
 from ibm_nodes.recipes.planner.calibration import calibrate
 from ibm_nodes.recipes.planner.job import Job
@@ -15,6 +18,7 @@ from ibm_nodes.recipes.planner.outcome import largest_batch, outcome
 from ibm_nodes.recipes.planner.shapes import SHAPES
 from ibm_nodes.recipes.planner.timing import timing
 from ibm_nodes.recipes.planner.traffic import traffic
+from ibm_nodes.recipes.t5 import T5, T5Shape
 
 GIB = 1 << 30
 T5_11B = {"model": "t5-11b", "seq_len": 512}
@@ -145,6 +149,14 @@ def test_operations_of_t5_are_those_of_the_published_formula():
 
 
 # Sums
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_have_the_parameters_of_the_models_of_that_name(name):
+    with torch.device("meta"):
+        shape = models.SHAPES[name]
+        model = (T5 if isinstance(shape, T5Shape) else Llama)(shape)
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(SHAPES[name].params, rel=1e-4)
 
 
 def test_shapes_have_the_parameters_that_their_names_and_papers_say():
@@ -456,7 +468,3 @@ def test_a_sweep_plans_each_value_as_a_plan_of_its_own(sweep, key):
 def test_a_sweep_at_a_fixed_global_batch_changes_the_micro_steps():
     rows = plan("llama-7b", batch=1, sweep="nodes=1,2,4", global_batch_size=64, nic="8x400", transport="rdma").data
     assert rows[0]["step_seconds"] > 1.8 * rows[1]["step_seconds"] > 3.2 * rows[2]["step_seconds"]
-
-
-def test_the_plan_is_a_recipe_like_others():
-    assert load_recipe("plan") is plan

@@ -1,1 +1,1 @@
-"""What the recipe ``plan`` computes with: a model's shape, and its memory, traffic and time on a cluster."""
+"""What ``plan`` computes with: a model's shape, and its memory, traffic and time on a cluster."""
