@@ -84,8 +84,8 @@ def plan(
         global_batch_size: sequences of an optimizer step on all devices, instead of accumulate.
         strategy: full, no-reshard (keep units after forward), node (keep them sharded in the node), hybrid.
         limit_all_gathers: the limiter of units gathered at a time.
-        activation_checkpointing: none, selective (every second block), full, op (all but every second product), or a
-            share of the blocks such as 1/3.
+        activation_checkpointing: none, selective (every second block), full, op (keeps every second product
+            of matrices), or a share of the blocks such as 1/3.
         reduce_dtype: of gradients on the network.
         calibration: a measured constant by name, such as bus=0.5; docs/planning.md lists them.
         num_datasets: number of datasets that are mixed.

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+from pathlib import Path
 
 import corpora
 import kubernetes_validate
@@ -295,3 +297,10 @@ def test_the_command_says_what_is_missing_in_one_line(capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("ibm-nodes: ") and captured.err.count("\n") == 1
+
+
+def test_the_page_shows_what_the_command_writes(capsys):
+    page = Path(__file__).parents[1] / "docs" / "kubernetes.md"
+    [(arguments, shown)] = re.findall(r"```console\n\$ ibm-nodes ([^\n]*)\n(.*?)```", page.read_text(), re.DOTALL)
+    assert cli.main(arguments.split()) == 0
+    assert capsys.readouterr().out == shown

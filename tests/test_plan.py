@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from ibm_nodes.recipes.planner.traffic import traffic
 from ibm_nodes.recipes.t5 import T5, T5Shape
 
 GIB = 1 << 30
+PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
 T5_11B = {"model": "t5-11b", "seq_len": 512}
 BEFORE = {**T5_11B, "batch": 20, "limit_all_gathers": False}
 AFTER = {**T5_11B, "batch": 50}
@@ -468,3 +471,54 @@ def test_a_sweep_plans_each_value_as_a_plan_of_its_own(sweep, key):
 def test_a_sweep_at_a_fixed_global_batch_changes_the_micro_steps():
     rows = plan("llama-7b", batch=1, sweep="nodes=1,2,4", global_batch_size=64, nic="8x400", transport="rdma").data
     assert rows[0]["step_seconds"] > 1.8 * rows[1]["step_seconds"] > 3.2 * rows[2]["step_seconds"]
+
+
+# The page
+
+
+def published():
+    """Runs with what was published and what is planned, as lines of the page's table."""
+    rows = []
+    for devices, nodes, eager, compiled in ((8, 1, 82.4, 77.0), (128, 16, 67.0, 62.0)):
+        planned = f"{allocated(nodes=nodes, **TITAN):.1f} GiB"
+        rows.append((f"torchtitan, Llama 8B, {devices} H100: memory", f"{eager}, compiled {compiled} GiB", planned))
+    for device, cluster, figures in (
+        ("128 A100", A100, ((0.68, 4550), (0.61, 2150), (0.55, 820), (0.55, 410))),
+        ("96 H100", H100, ((0.46, 9600), (0.43, 4850), (0.38, 1830), (0.38, 890))),
+    ):
+        for (model, choices), (mfu, tokens) in zip(FMS.items(), figures, strict=True):
+            found = data(model=model, batch=2, seq_len=4096, **cluster, **choices)
+            planned = f"{found['mfu']:.2f}, {found['tokens_per_second']:,.0f} tokens/s"
+            name = f"fms-fsdp, Llama {model.removeprefix('llama-').upper()}, {device}: MFU, a device's speed"
+            rows.append((name, f"{mfu}, {tokens:,} tokens/s", planned))
+    small = data(model="t5-3b", nodes=64, batch=128, seq_len=512, limit_all_gathers=False)
+    rows.append(("T5-3B, 512 A100: scaling", "95 %", f"{small['scaling']:.0%}".replace("%", " %")))
+    for name, figure, nodes, choices in (
+        ("T5-11B, 512 A100, batch 20, no limiter: scaling", "20 %", 64, BEFORE),
+        ("T5-11B, 512 A100, batch 50, limiter: scaling", "80 %", 64, AFTER),
+        ("T5-11B, 256 A100, batch 50, limiter: scaling", "90 %", 32, AFTER),
+    ):
+        rows.append((name, figure, f"{data(nodes=nodes, **choices)['scaling']:.0%}".replace("%", " %")))
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def test_the_page_shows_what_is_planned():
+    text = PAGE.read_text()
+    table = text[text.index("| run | published") :].split("\n\n")[0].splitlines()[2:]
+    assert table == published()
+
+
+def test_the_page_shows_what_the_commands_print(command):
+    blocks = re.findall(r"```console\n\$ ibm-nodes ([^\n]*)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for arguments, shown in blocks:
+        assert command(*arguments.split()) == (0, shown, "")
+
+
+def test_the_page_has_every_constant_with_its_default():
+    text = PAGE.read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", text, re.MULTILINE))
+    defaults = data(model="llama-7b", nodes=8)["calibration"]
+    assert list(table) == sorted(defaults, key=list(table).index)
+    for name, value in defaults.items():
+        assert float(table[name].split()[0]) == pytest.approx(value), name

@@ -10,7 +10,8 @@ from ibm_nodes.recipes.cluster import Cluster
 Transport = Literal["tcp", "rdma"]
 
 FUSED_EFFICIENCY = {"a100": 0.71, "h100": 0.49, "h200": 0.49}
-"""Share of the peak while computing, with fused attention and torch.compile: the mean of fms-fsdp's published HFU."""
+"""Share of the peak while computing, with fused attention and torch.compile: the mean of fms-fsdp's published HFU on
+A100, and of its published MFU and what is computed again on H100."""
 UNFUSED_EFFICIENCY = {"a100": 0.48, "h100": 0.33, "h200": 0.33}
 """The same without either: assumed for T5 on A100, within the 45 to 50 % usual in 2022; the others in proportion."""
 HBM_BYTES = {"a100": 2.0e12, "h100": 3.35e12, "h200": 4.8e12}
