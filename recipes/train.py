@@ -132,12 +132,18 @@ def pick_cluster(
 
 @contextlib.contextmanager
 def _distributed(**given: Any) -> Iterator[Cluster]:
-    """Starts torch.distributed, and ends it if nothing failed: a rank that fails must not wait for the others."""
+    """Starts torch.distributed, and ends it; a rank that has failed does not wait for the others."""
     cluster, interfaces = pick_cluster(**given)
     ethernet.start(cluster.device_type, interfaces)
-    yield cluster
-    sys.stdout.flush()
-    dist.barrier()
+    try:
+        yield cluster
+        sys.stdout.flush()
+        dist.barrier()  # without it gloo now and then ends a process with SIGABRT
+    except BaseException:
+        if dist.get_world_size() > 1:
+            raise
+        dist.destroy_process_group()
+        raise
     dist.destroy_process_group()
 
 
