@@ -108,18 +108,22 @@ def plan(
         gpus_per_node=gpus,
         nic_gbps=count * rate,
         usable_fraction=usable_fraction,
-        nvlink_gbps=nvlink_gbps or NVLINK_GBPS.get(device, 2400.0),
-        gpu_memory_gb=gpu_memory_gb or GPU_MEMORY_GB.get(device, 80.0),
+        nvlink_gbps=NVLINK_GBPS.get(device, 2400.0) if nvlink_gbps is None else nvlink_gbps,
+        gpu_memory_gb=GPU_MEMORY_GB.get(device, 80.0) if gpu_memory_gb is None else gpu_memory_gb,
         vcpus=vcpus,
         memory_gb=memory_gb,
         device=device,
     )
-    for name, value in {"batch": batch, "seq_len": seq_len, "num_datasets": num_datasets}.items():
+    counts = {"batch": batch, "seq_len": seq_len, "num_datasets": num_datasets, "bytes_per_token": bytes_per_token}
+    for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if not save_minutes > 0:
+        raise ValueError(f"save_minutes must be above 0, got {save_minutes}")
     job = Job(
         shape=shape,
         cluster=cluster,
+        cards=count,
         calibration=calibrate(cluster, transport, shape.fused_attention, calibration or {}),
         batch=batch,
         seq_len=seq_len,

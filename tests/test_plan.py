@@ -367,6 +367,8 @@ def test_no_change_is_named_where_none_helps():
         ({"model": "llama-7b", "accumulate": 0}, ValueError, "accumulate must be at least 1, got 0"),
         ({"model": "llama-7b", "batch": 0}, ValueError, "batch must be at least 1, got 0"),
         ({"model": "llama-7b", "nodes": 0}, ValueError, "nodes must be above 0"),
+        ({"model": "llama-7b", "save_minutes": 0.0}, ValueError, "save_minutes must be above 0, got 0.0"),
+        ({"model": "llama-7b", "nvlink_gbps": 0.0}, ValueError, "nvlink_gbps must be above 0"),
         ({"model": "llama-7b", "nic": "2y100"}, ValueError, "nic must be cards x Gbit/s, such as 2x100, got '2y100'"),
         ({"model": "llama-7b", "nic": "0x100"}, ValueError, "nic must be cards"),
         (

@@ -22,6 +22,7 @@ class Job:
         calibration: what was measured.
         batch: sequences a device and micro-step.
         seq_len: tokens of a sequence; of an encoder's and of a decoder's each.
+        cards: network cards of a node, which share its traffic.
         accumulate: micro-steps of an optimizer step; gradients cross the network with the last one only.
         strategy: "full" shards over all devices and frees a unit after its forward; "no-reshard" keeps it for backward;
             "node" keeps it sharded over the devices of its node; "hybrid" shards in a node, with a copy in each.
@@ -37,6 +38,7 @@ class Job:
     calibration: Calibration
     batch: int
     seq_len: int
+    cards: int = 1
     accumulate: int = 1
     strategy: Strategy = "full"
     limiter: bool = True

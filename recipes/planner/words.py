@@ -32,6 +32,7 @@ def plan_data(found: Outcome, loaded: Loading, change: str | None) -> dict[str, 
         "memory_bytes": found.memory.parts | {"total": found.memory.total},
         "gathered_bytes": {"limiter": found.memory.limited, "no limiter": found.memory.unlimited},
         "nic_bytes": moved["nic"],
+        "nic_bytes_per_card": moved["nic"] / job.cards,
         "nvlink_bytes": moved["nvlink"],
         "phases": phases,
         "verdict": found.verdict,
@@ -89,8 +90,8 @@ def _memory(found: Outcome) -> list[str]:
 def _traffic(found: Outcome) -> list[str]:
     moved = traffic(found.job)
     return [
-        f"traffic of a step, each way: {moved['nic'] / 1e9:.1f} GB on a node's network cards, "
-        f"{moved['nvlink'] / 1e9:.1f} GB on a device's NVLink"
+        f"traffic of a step, each way: {moved['nic'] / found.job.cards / 1e9:.1f} GB on each network card "
+        f"({moved['nic'] / 1e9:.1f} GB a node), {moved['nvlink'] / 1e9:.1f} GB on a device's NVLink"
     ]
 
 
