@@ -1,4 +1,4 @@
-"""The command line: ``ibm-nodes recipes``, ``run``, ``train`` and ``trace NAME``, ``checkpoint show`` and ``verify``.
+"""The command line: ``ibm-nodes recipes``, ``run``, ``train`` and ``trace NAME``, ``checkpoint``, ``plan``, ...
 
 Longer than other modules, since all commands share one treatment of bad input, signals and exit codes; what they do and
 print lies in modules of its own.
@@ -37,6 +37,11 @@ ERRORS = (ValueError, LookupError, TypeError, OSError, ImportError)
 """What bad input and a store that fails raise; anything else is a fault of ours, and keeps its traceback."""
 INTERRUPTED = 130
 DIGEST_BYTES = 8
+BESIDE_RECIPES = {
+    "plan": "say whether a model fits a cluster, and its traffic hides: ibm-nodes plan [flags]",
+    "manifest": "write the manifest of a training run on Kubernetes: ibm-nodes manifest [flags]",
+}
+"""Commands that parse all that follows them."""
 
 say = functools.partial(print, flush=True)
 
@@ -96,6 +101,10 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     )
     train.add_argument("name", nargs="?", metavar="NAME", help="a recipe that gives a loader")
     train.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags, and the trainer's")
+    for name, text in BESIDE_RECIPES.items():
+        commands.add_parser(name, help=text, add_help=False)
+    if argv and argv[0] in BESIDE_RECIPES:
+        return _load_command(argv[0])(argv[1:], say)
     hidden += flags.secrets_in(argv)
     namespace = parser.parse_args(argv)
     if namespace.command == "checkpoint":

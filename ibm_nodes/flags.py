@@ -259,8 +259,14 @@ def _options(parameter: inspect.Parameter) -> dict[str, Any] | None:
             value = typing.get_args(kind)[1]
             if value is Any:
                 return {"action": "append", "type": _option, "metavar": "KEY=VALUE"}
-            return {"action": "append", "type": _pair(value), "metavar": f"NAME={'URL' if value is str else 'X'}"}
+            return {"action": "append", "type": _pair(value), "metavar": f"NAME={_values(parameter, value)}"}
     return None
+
+
+def _values(parameter: inspect.Parameter, kind: type) -> str:
+    if kind is not str:
+        return "X"
+    return "URL" if parameter.name == "datasets" else "TEXT"
 
 
 def _alternatives(annotation: Any) -> Sequence[Any]:
