@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.permutation import Seed, check_seed, derive_key, random_index
-from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings, render, snapshot
+from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings, snapshot
 
 T = TypeVar("T")
 
@@ -149,14 +149,17 @@ def _state(
     parked: dict[str, Any],
     places: list[tuple[str, Snapshot, int]],
 ) -> State:
+    sources = dict(parked)
+    for name, (function, arguments), skip in places:
+        sources[name] = function(*arguments), skip
     return {
         Mixer.SEED_KEY: seed,
         Mixer.CREDITS_KEY: credits,
         Mixer.TOKENS_KEY: tokens,
         Mixer.DOCUMENTS_KEY: documents,
         Mixer.ENDED_KEY: list(ended),
-        Mixer.WEIGHTS_KEY: dict(weights),
-        Mixer.SOURCES_KEY: {**parked, **{name: (render(place), skip) for name, place, skip in places}},
+        Mixer.WEIGHTS_KEY: weights.copy(),
+        Mixer.SOURCES_KEY: sources,
     }
 
 
