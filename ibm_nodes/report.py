@@ -163,13 +163,28 @@ def trace_summary(report: Report) -> list[str]:
     ]
     for sample in report["samples"]:
         lines.append(f"row {sample['row']:,}: sample {sample['sample']:,}, logical shard {sample['shard']:,}")
-        for document in sample["documents"]:
-            lines.append(
-                f"  {document['at']:,}: {document['dataset']}, {document['url']}, {document['place']}, "
-                f"tokens {document['begin']:,} to {document['end']:,}" + (" after BOS" if document["bos"] else "")
-            )
-            if "text" in document:
-                lines.append(f"    {document['text']!r}")
+        lines += _documents(sample)
+    return lines
+
+
+def show_summary(report: Report) -> list[str]:
+    """Writes the documents of the first samples."""
+    lines = []
+    for sample in report["samples"]:
+        lines.append(f"sample {sample['sample']:,} of logical shard {sample['shard']:,}")
+        lines += _documents(sample)
+    return lines
+
+
+def _documents(sample: Report) -> list[str]:
+    lines = []
+    for document in sample["documents"]:
+        lines.append(
+            f"  {document['at']:,}: {document['dataset']}, {document['url']}, {document['place']}, "
+            f"tokens {document['begin']:,} to {document['end']:,}" + (" after BOS" if document["bos"] else "")
+        )
+        if "text" in document:
+            lines.append(f"    {document['text']!r}")
     return lines
 
 

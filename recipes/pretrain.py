@@ -3,7 +3,7 @@
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +45,7 @@ def pretrain(
     bos_id: int | None = None,
     vocab_size: int | None = None,
     num_shards: int | None = None,
+    skip: Sequence[tuple[int, int]] = (),
     seed: int = 0,
     column: str = "tokens",
     buffer_size: int = 16,
@@ -73,6 +74,8 @@ def pretrain(
         vocab_size: ids must be below it, if it is given.
         num_shards: number of logical shards, fixed for the life of the run; None takes the smallest multiple of
             global_batch_size that is at least 256, so that every world size which divides the batch works.
+        skip: half-open ranges [begin, end) of sample numbers to leave out, in whole global batches, such as those of a
+            loss spike. Ranges that lie behind may be taken out.
         seed: of the order of documents, the mix and the shuffle.
         column: the column of token ids.
         buffer_size: samples that each logical shard chooses from.
@@ -111,13 +114,14 @@ def pretrain(
             raise ValueError(f"{name} must be below vocab_size={vocab_size}, got {token}: the model could not embed it")
     settings = {"datasets": {name: listing.digest for name, listing in listings.items()}, "weights": dict(weights)}
     settings |= {key: value for key, value in graph.keywords.items() if key not in ("listings", "weights")}
-    check_agreement(
-        settings | {"num_shards": num_shards, "global_batch_size": global_batch_size, "world_size": world_size}
-    )
+    settings |= {"num_shards": num_shards, "global_batch_size": global_batch_size, "world_size": world_size}
+    sharder = Sharder(graph, num_shards=num_shards, rank=rank, world_size=world_size, skip=skip)
+    check_agreement(settings | {"skip": sharder.skip})
+    _check_whole_batches(sharder.skip, global_batch_size)
     _warn_of_memory(listings, num_shards, world_size, global_batch_size, seq_len * buffer_size)
-    node: BaseNode[Any] = Sharder(graph, num_shards=num_shards, rank=rank, world_size=world_size)
-    node = Batcher(node, batch_size=batch_size, collate=CausalLMCollator(shift_labels=shift_labels))
-    return Loader(Prefetcher(node, prefetch_factor=prefetch_factor, pin_memory=pin_memory))
+    node = Batcher(sharder, batch_size=batch_size, collate=CausalLMCollator(shift_labels=shift_labels))
+    prefetcher = Prefetcher(node, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
+    return Loader(prefetcher, global_batch_size=global_batch_size)
 
 
 def pretrain_graph(
@@ -178,6 +182,15 @@ def _batch_size(global_batch_size: int, micro_batch_size: int | None, world_size
             )
         )
     return micro_batch_size or global_batch_size // world_size
+
+
+def _check_whole_batches(skip: Sequence[tuple[int, int]], global_batch_size: int) -> None:
+    for begin, end in skip:
+        if (end - begin) % global_batch_size:
+            raise ValueError(
+                f"skip must leave out whole global batches of {global_batch_size} samples, got {begin} to {end}, which "
+                f"are {end - begin} samples: a range that lies behind need not be given any more"
+            )
 
 
 def memory_bytes(listings: Mapping[str, Listing], num_owned: int, buffered_tokens: int) -> int:

@@ -12,7 +12,8 @@ from torchdata.nodes import BaseNode
 
 from ibm_nodes import Batcher, CausalLMCollator, Loader, Packer, Reader, Sharder, cli, load_recipe
 from ibm_nodes.checkpoint import load, save
-from ibm_nodes.trace import documents, to_text, trace
+from ibm_nodes.text import bytes_to_text
+from ibm_nodes.trace import documents, trace
 
 SEQ_LEN, NUM_SHARDS, EOS = 64, 24, 999_999
 STRIDE = corpora.STRIDE
@@ -332,7 +333,7 @@ def test_text_is_written_with_the_boundaries_of_the_documents(ibm_nodes, tmp_pat
 
 
 def test_bytes_that_are_no_text_are_written_too():
-    assert to_text([72, 105, 300, 0xE2, 0x98]) == "Hi<300>\ufffd"
+    assert bytes_to_text([72, 105, 300, 0xE2, 0x98]) == "Hi<300>\ufffd"
 
 
 # Digests
