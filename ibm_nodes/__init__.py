@@ -10,6 +10,8 @@ from ibm_nodes.packer import Packer
 from ibm_nodes.prefetcher import Prefetcher
 from ibm_nodes.reader import Reader
 from ibm_nodes.recipe import list_recipes, load_recipe
+from ibm_nodes.schedule import Schedule
+from ibm_nodes.settings import set_weights
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.shuffler import Shuffler
 from ibm_nodes.stats import stats
@@ -26,10 +28,12 @@ __all__ = [
     "Prefetcher",
     "Reader",
     "Sample",
+    "Schedule",
     "Sharder",
     "Shuffler",
     "list_dataset",
     "list_recipes",
     "load_recipe",
+    "set_weights",
     "stats",
 ]

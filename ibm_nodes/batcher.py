@@ -8,7 +8,8 @@ import torch
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.items import Sample
-from ibm_nodes.state import Node, Snapshot, State, snapshot
+from ibm_nodes.node import Node, Snapshot, snapshot
+from ibm_nodes.state import State
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 from ibm_nodes import formats
 from ibm_nodes.formats.lists import check_ids
 from ibm_nodes.listing import Listing
-from ibm_nodes.permutation import derive_key, permutation, random_index
+from ibm_nodes.permutation import derive_key, permutation, random_index, random_words
 from ibm_nodes.storage import Object
 
 
@@ -44,6 +44,27 @@ class Block(NamedTuple):
     chained: bool  # whether blocks of its file go on where the one before was decoded to
 
 
+class HeldOut(NamedTuple):
+    """A split of the rows by a hash of dataset, file and row alone.
+
+    Attributes:
+        name: the dataset's name.
+        share: share of the rows that are held out.
+        wanted: whether those are read, or the others.
+    """
+
+    name: str
+    share: float
+    wanted: bool
+
+    def choose(self, key: str, rows: np.ndarray) -> np.ndarray:
+        """Tells which rows of a file are read."""
+        limit = np.uint64(min(round(self.share * 2**64), 2**64 - 1))
+        words = random_words(derive_key("holdout", self.name, key), rows)
+        chosen: np.ndarray = (words < limit) == self.wanted
+        return chosen
+
+
 class Blocks:
     """Finds and reads the blocks of one logical shard; the pool's threads use it too, so it changes nothing.
 
@@ -56,6 +77,7 @@ class Blocks:
         vocab_size: ids must be below it, if it is given.
         listing: what is under the url, or what lists it.
         expected: the description of the listing that a state was saved with.
+        held_out: which rows to leave out.
     """
 
     def __init__(
@@ -69,8 +91,10 @@ class Blocks:
         vocab_size: int | None,
         listing: Listing | Callable[[], Listing],
         expected: str | None,
+        held_out: "HeldOut | None" = None,
     ) -> None:
         self._url, self._key, self._part = url, key, part
+        self._held_out = held_out
         self._column, self._format, self._vocab_size = column, format, vocab_size
         self._given, self._expected = listing, expected
 
@@ -97,6 +121,9 @@ class Blocks:
         first_row, last_row = _own_rows(len(lists.rows), *span, low, high)
         key = derive_key(*self._key, item.key, number, at.epoch)
         order = permutation(key, last_row - first_row) + first_row
+        if self._held_out is not None:
+            order = order[self._held_out.choose(item.key, lists.rows[order])]
+        num_chosen = len(order)
         order = order[lists.begins[order] < lists.ends[order]]
         return self._empty(at, num_files, len(blocks), listing)._replace(
             lists=lists,
@@ -105,7 +132,7 @@ class Blocks:
             rows=lists.rows[order].tolist(),
             url=item.url,
             num_rows=len(order),
-            num_empty=last_row - first_row - len(order),
+            num_empty=num_chosen - len(order),
             # Somewhere in the middle half, so that the readers of many shards do not all ask at one moment.
             ask_at=len(order) // 4 + random_index(key, 0, len(order) // 2 + 1),
             size=file.size(number),

@@ -11,9 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 from ibm_nodes.archive import decode, encode, pack, unpack
 from ibm_nodes.loader import Loader
+from ibm_nodes.node import render
 from ibm_nodes.settings import derive_lineage, describe, differences, find_sharder
 from ibm_nodes.sharder import Sharder
-from ibm_nodes.state import SHARDS_KEY, merge, render
+from ibm_nodes.state import SHARDS_KEY, merge
 from ibm_nodes.stateful import Stateful
 from ibm_nodes.storage import Object, Options, delete, find, read, write
 

@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 import torchdata.nodes
 from torchdata.nodes import BaseNode
 
-from ibm_nodes.state import Snapshot, State, copy_state, snapshot
+from ibm_nodes.node import Snapshot, render, snapshot
+from ibm_nodes.schedule import SCHEDULE_KEY, Schedule
+from ibm_nodes.state import State, copy_state
 
 T = TypeVar("T")
 
@@ -47,18 +49,20 @@ class Loader(torchdata.nodes.Loader[T]):
 
     def state_dict(self) -> State:
         """Returns the state after the last item handed out, to save and load."""
-        state: State = copy_state(self.root.state_dict())
+        state: State = copy_state(render(self.snapshot()))
         return state
 
     def snapshot(self) -> Snapshot:
-        """Takes that state in little time; ``ibm_nodes.state.render`` makes plain data of it, in any thread.
+        """Takes that state in little time; ``ibm_nodes.node.render`` makes plain data of it, in any thread.
 
         Nothing in that data may be written to: it shares arrays with the items that are buffered.
         """
         if not self._is_reset:
             self.root.state_dict()  # which resets a node that was not yet
             self._is_reset = True
-        return snapshot(self.root)
+        schedules = (getattr(node, "schedule", None) for node in self._chain())
+        set_since = next((schedule.state() for schedule in schedules if isinstance(schedule, Schedule)), None)
+        return _state, (snapshot(self.root), set_since)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Sets the loader to a state; iterators that exist go on from there too."""
@@ -68,9 +72,13 @@ class Loader(torchdata.nodes.Loader[T]):
 
     def close(self) -> None:
         """Ends the background threads and lets go of blocks; iterating again goes on after the last item handed out."""
+        for node in self._chain():
+            getattr(node, "close", lambda: None)()
+
+    def _chain(self) -> Iterator[Any]:
         node: Any = self.root
         while node is not None:
-            getattr(node, "close", lambda: None)()
+            yield node
             node = getattr(node, "source", None)
 
     def __enter__(self) -> "Loader[T]":
@@ -89,3 +97,9 @@ class _Iterator(Iterator[T]):
     def __next__(self) -> T:
         item: T = next(self._root)
         return item
+
+
+def _state(taken: Snapshot, schedule: State | None) -> State:
+    """Gives the state; what was set of a schedule after the last item was drawn belongs to it too."""
+    state: State = render(taken)
+    return state if schedule is None or SCHEDULE_KEY not in state else {**state, SCHEDULE_KEY: schedule}

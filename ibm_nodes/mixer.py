@@ -1,14 +1,16 @@
 """Mixer: draws from named sources so that their tokens follow weights."""
 
-import math
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from ibm_nodes.node import Node, Snapshot, draw, snapshot
 from ibm_nodes.permutation import Seed, check_seed, derive_key, random_index
-from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings, snapshot
+from ibm_nodes.schedule import Schedule, check_weights
+from ibm_nodes.state import State, check_keys, check_settings
 
 T = TypeVar("T")
 
@@ -17,6 +19,8 @@ ONE = 1 << 32
 NUM_PROBES = 8
 """Documents whose lengths are looked at before the first draw from a source."""
 MAX_WARM_UP = 2048
+CHUNK_TOKENS = 1 << 13
+"""As many are drawn from a source at once."""
 
 
 class Mixer(Node[T]):
@@ -33,8 +37,11 @@ class Mixer(Node[T]):
 
     Args:
         sources: nodes of items with ``tokens``, by name.
-        weights: share of each source's tokens; any sum. Names must be those of the sources.
+        weights: share of each source's tokens; any sum. Names must be those of the sources. A ``Schedule`` lets them
+            change; a name that one of its entries leaves out has weight 0 there.
         seed: an int or a tuple of ints; give each logical shard its own, as in ``seed=(0, shard)``.
+        max_tokens: by name, when a source has ended: as soon as so many of its tokens were handed out.
+        renamed: by a source's name, the name that it has in states which were saved before.
 
     Raises:
         ValueError: if a weight is negative, NaN or infinite, if all are zero, or if names differ.
@@ -48,13 +55,27 @@ class Mixer(Node[T]):
     WEIGHTS_KEY = "weights"
     SOURCES_KEY = "sources"
 
-    def __init__(self, sources: Mapping[str, BaseNode[T]], *, weights: Mapping[str, float], seed: Seed = 0) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, BaseNode[T]],
+        *,
+        weights: Mapping[str, float] | Schedule,
+        seed: Seed = 0,
+        max_tokens: Mapping[str, int] | None = None,
+        renamed: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
         if not sources:
             raise ValueError("sources must not be empty")
         self.sources = dict(sources)
-        self.weights = integer_weights(weights, self.sources)
+        self.schedule = weights if isinstance(weights, Schedule) else None
+        self.weights = self._scheduled() if isinstance(weights, Schedule) else integer_weights(weights, self.sources)
         self.seed = check_seed(seed)
+        self.max_tokens = dict(max_tokens or {})
+        self.renamed = dict(renamed or {})
+        for what, names in (("max_tokens", self.max_tokens), ("renamed", self.renamed)):
+            if unknown := sorted(set(names) - set(self.sources)):
+                raise ValueError(f"{what} must be for the sources {sorted(self.sources)}, got {unknown} too")
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
@@ -65,61 +86,118 @@ class Mixer(Node[T]):
             state |= {key: {} for key in counters}
         check_keys(self, state, (self.SEED_KEY, self.ENDED_KEY, self.WEIGHTS_KEY, self.SOURCES_KEY, *counters))
         check_settings(self, state, seed=self.seed)
-        self._credits, self._tokens, self._documents = (dict(state[key]) for key in counters)
+        if self.renamed:
+            state = self._with_new_names(state)
+        self._credits: dict[str, int] = dict(state[self.CREDITS_KEY])
         self._ended = list(state[self.ENDED_KEY])
-        saved = state[self.SOURCES_KEY]
-        self._parked = {name: place for name, place in saved.items() if name not in self.sources}
-        self._places = {name: _Place(node, saved.get(name)) for name, node in self.sources.items()}
-        self._active: list[tuple[str, int]] | None = None
-        self._due = ""
+        kept = (self.TOKENS_KEY, self.DOCUMENTS_KEY, self.SOURCES_KEY)
+        # What belongs to sources that are gone.
+        self._parked = {
+            key: {name: value for name, value in state[key].items() if name not in self.sources} for key in kept
+        }
+        self._places = {
+            name: _Place(name, node, self.max_tokens.get(name), *(state[key].get(name) for key in kept))
+            for name, node in self.sources.items()
+        }
+        # The sources that can be drawn from, their weights and credits, and which of them is due.
+        self._active: list[_Place[T]] = []
+        self._shares: list[int] = []
+        self._now: list[int] = []
+        self._due = 0
+        self._prepared = False
+        self._until: float = -1
+        self._changes: object = None
         self._start()
 
     def next(self) -> T:
-        if self._active is None:
-            self._start()
-            self._active = self._prepare()
-            self._due = self._largest()
-        credits = self._credits
-        while self._active:
-            name = self._due
-            try:
-                item = self._places[name].next()
-            except StopIteration:
-                self._ended.append(name)
-                self._active = self._share()
-                self._due = self._largest()
-                continue
+        return self.draw(1, extra=1)[0]
+
+    def draw(self, num_tokens: int, extra: int = 0) -> list[T]:
+        schedule = self.schedule
+        if schedule is not None and (schedule.now >= self._until or schedule.changes is not self._changes):
+            self._reweigh(schedule)
+        self._fill()
+        items: list[T] = []
+        active, shares, credits, due = self._active, self._shares, self._now, self._due
+        while num_tokens > 0 and active[due].ahead:
+            place = active[due]
+            if place.limit is not None and place.tokens >= place.limit:
+                break
+            item = place.ahead.popleft()
             length = len(item.tokens)  # type: ignore[attr-defined]  # items of a mix have tokens
-            self._tokens[name] += length
-            self._documents[name] += 1
-            credits[name] -= length * ONE
-            largest = None
-            for other, weight in self._active:
-                credit = credits[other] = credits[other] + weight * length
-                if largest is None or credit > largest:
-                    largest, self._due = credit, other
-            return item
-        raise StopIteration
+            place.drawn += 1
+            place.documents += 1
+            place.tokens += length
+            num_tokens -= length + extra
+            credits = [credit + share * length for credit, share in zip(credits, shares, strict=True)]
+            credits[due] -= length * ONE
+            due = credits.index(max(credits))
+            items.append(item)
+        self._now, self._due = credits, due
+        return items
 
     def snapshot(self) -> Snapshot:
-        places = [(name, place.snapshot(), place.skip) for name, place in self._places.items()]
-        counters = self._credits.copy(), self._tokens.copy(), self._documents.copy()
-        return _state, (self.seed, *counters, tuple(self._ended), self.weights, self._parked, places)
+        active = [place.name for place in self._active]
+        places = [place.snapshot() for place in self._places.values()]
+        credits = self._credits, active, self._now
+        return _state, (self.seed, credits, tuple(self._ended), self.weights, self._parked, places)
 
     def _start(self) -> None:
         """Resets the sources; called again by the first draw, in case that one of them failed."""
         for place in self._places.values():
             place.start()
 
-    def _largest(self) -> str:
-        return max((name for name, _ in self._active or ()), key=self._credits.__getitem__, default="")
-
     def _share(self) -> list[tuple[str, int]]:
         """Gives the weights of the sources that can be drawn from, by name."""
         left = {name: weight for name, weight in self.weights.items() if weight and name not in self._ended}
         return list(_scale(left).items()) if left else []
 
-    def _prepare(self) -> list[tuple[str, int]]:
+    def _fill(self) -> None:
+        """Sees to it that the source which is due has a document, or raises StopIteration."""
+        if not self._prepared:
+            self._start()
+            self._prepare()
+            self._activate()
+            self._prepared = True
+        while self._active:
+            due = self._active[self._due]
+            try:
+                if due.limit is None or due.tokens < due.limit:
+                    due.fill()
+                    return
+            except StopIteration:
+                pass
+            self._keep_credits()
+            self._ended.append(due.name)
+            self._activate()
+        raise StopIteration
+
+    def _reweigh(self, schedule: Schedule) -> None:
+        """Takes the weights that the schedule has now; credits stay as they are, so nothing is repaid."""
+        self._changes = schedule.changes
+        _, self._until = schedule.weights(schedule.now)
+        weights = self._scheduled()
+        if weights != self.weights:
+            if self._prepared:
+                self._keep_credits()
+            self.weights, self._prepared = weights, False
+
+    def _scheduled(self) -> dict[str, int]:
+        assert self.schedule is not None
+        given, _ = self.schedule.weights(self.schedule.now)
+        return integer_weights({**dict.fromkeys(self.schedule.names, 0.0), **given}, self.sources)
+
+    def _keep_credits(self) -> None:
+        names = [place.name for place in self._active]
+        self._credits = {**self._credits, **dict(zip(names, self._now, strict=True))}
+
+    def _with_new_names(self, state: State) -> State:
+        now = {old: new for new, old in self.renamed.items()}
+        keys = (self.CREDITS_KEY, self.TOKENS_KEY, self.DOCUMENTS_KEY, self.WEIGHTS_KEY, self.SOURCES_KEY)
+        named = {key: {now.get(name, name): value for name, value in state[key].items()} for key in keys}
+        return {**state, **named, self.ENDED_KEY: [now.get(name, name) for name in state[self.ENDED_KEY]]}
+
+    def _prepare(self) -> None:
         """Gives credit to the sources that have none."""
         lengths = {}
         for name, _ in self._share():
@@ -129,32 +207,38 @@ class Mixer(Node[T]):
         active = self._share()
         new = [name for name, _ in active if name in lengths]
         old = [name for name, _ in active if name not in lengths]
-        for name in self.sources:
-            self._tokens.setdefault(name, 0)
-            self._documents.setdefault(name, 0)
         for name in old:
-            lengths[name] = (max(1, self._tokens[name] // max(1, self._documents[name])),)
+            place = self._places[name]
+            lengths[name] = (max(1, place.tokens // max(1, place.documents)),)
         credits = _imagine(dict(active), {name: self._credits[name] for name in old}, lengths, self.seed)
-        self._credits.update({name: credits[name] for name in new})
-        return active
+        self._credits = {**self._credits, **{name: credits[name] for name in new}}
+
+    def _activate(self) -> None:
+        shares = self._share()
+        self._active = [self._places[name] for name, _ in shares]
+        self._shares = [share for _, share in shares]
+        self._now = [self._credits[name] for name, _ in shares]
+        self._due = self._now.index(max(self._now)) if shares else 0
 
 
 def _state(
     seed: Seed,
-    credits: dict[str, int],
-    tokens: dict[str, int],
-    documents: dict[str, int],
+    credits: tuple[dict[str, int], list[str], list[int]],
     ended: tuple[str, ...],
     weights: dict[str, int],
-    parked: dict[str, Any],
-    places: list[tuple[str, Snapshot, int]],
+    parked: dict[str, dict[str, Any]],
+    places: list[tuple[str, int, int, Snapshot, int]],
 ) -> State:
-    sources = dict(parked)
-    for name, (function, arguments), skip in places:
+    latest, active, now = credits
+    credit, tokens, documents = latest.copy(), parked[Mixer.TOKENS_KEY].copy(), parked[Mixer.DOCUMENTS_KEY].copy()
+    credit.update(zip(active, now, strict=True))
+    sources = parked[Mixer.SOURCES_KEY].copy()
+    for name, num_tokens, num_documents, (function, arguments), skip in places:
+        tokens[name], documents[name] = num_tokens, num_documents
         sources[name] = function(*arguments), skip
     return {
         Mixer.SEED_KEY: seed,
-        Mixer.CREDITS_KEY: credits,
+        Mixer.CREDITS_KEY: credit,
         Mixer.TOKENS_KEY: tokens,
         Mixer.DOCUMENTS_KEY: documents,
         Mixer.ENDED_KEY: list(ended),
@@ -164,55 +248,81 @@ def _state(
 
 
 class _Place(Generic[T]):
-    """A source with the first documents that were looked at before they are due; its state holds none of them.
+    """A source, and documents of it that were drawn before they are due; its state holds none of them.
 
     Attributes:
-        skip: how many documents after the snapshot have been drawn.
+        ahead: those documents.
+        drawn: how many of those that were drawn together are not ahead any more.
+        tokens, documents: how many were handed out in all.
+        limit: tokens after which the source has ended, or None.
     """
 
-    def __init__(self, source: BaseNode[T], state: tuple[Any, int] | None) -> None:
+    __slots__ = (
+        "_before",
+        "_skip",
+        "_source",
+        "_started",
+        "_state",
+        "ahead",
+        "documents",
+        "drawn",
+        "limit",
+        "name",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        source: BaseNode[T],
+        limit: int | None,
+        tokens: int | None,
+        documents: int | None,
+        state: tuple[Any, int] | None,
+    ) -> None:
+        self.name, self.limit = name, limit
+        self.tokens, self.documents, self.drawn = tokens or 0, documents or 0, 0
+        self.ahead: deque[T] = deque()
         self._source = source
         self._state: Any
-        self._state, self.skip = (None, 0) if state is None else state
+        self._state, self._skip = (None, 0) if state is None else state
         self._started = False
-        self._ahead: deque[T] = deque()
         self._before: Snapshot | None = None
-
-    def next(self) -> T:
-        if not self._ahead:
-            self._pass_over()
-            item: T = next(self._source)
-            return item
-        item = self._ahead.popleft()
-        self.skip += 1
-        if not self._ahead:
-            self._before, self.skip = None, 0
-        return item
 
     def start(self) -> None:
         if not self._started:
             self._source.reset(self._state)
             self._started = True
 
+    def fill(self) -> None:
+        """Draws some documents if there are none; an error or the end comes where there would be the first."""
+        if not self.ahead:
+            self._mark()
+            self.ahead.extend(draw(self._source, CHUNK_TOKENS))
+
     def probe(self) -> tuple[int, ...]:
         """Gives the lengths of the first documents, which stay to be drawn."""
         if self._before is None:
-            self._pass_over()
-            self._before = snapshot(self._source)
-        while len(self._ahead) < NUM_PROBES:
+            self._mark()
+        while len(self.ahead) < NUM_PROBES:
             try:
-                self._ahead.append(next(self._source))
+                self.ahead.extend(draw(self._source, CHUNK_TOKENS))
             except StopIteration:
                 break
-        return tuple(len(item.tokens) for item in self._ahead)  # type: ignore[attr-defined]
+        return tuple(len(item.tokens) for item in islice(self.ahead, NUM_PROBES))  # type: ignore[attr-defined]
 
-    def snapshot(self) -> Snapshot:
-        return snapshot(self._source) if self._before is None else self._before
+    def snapshot(self) -> tuple[str, int, int, Snapshot, int]:
+        if self.ahead:
+            assert self._before is not None
+            return self.name, self.tokens, self.documents, self._before, self.drawn
+        return self.name, self.tokens, self.documents, snapshot(self._source), self._skip
 
-    def _pass_over(self) -> None:
-        while self.skip:
+    def _mark(self) -> None:
+        """Passes over what was drawn before the state was taken, and remembers where the next documents begin."""
+        while self._skip:
             next(self._source)
-            self.skip -= 1
+            self._skip -= 1
+        self._before, self.drawn = snapshot(self._source), 0
 
 
 def integer_weights(weights: Mapping[str, float], names: Mapping[str, Any]) -> dict[str, int]:
@@ -225,11 +335,7 @@ def integer_weights(weights: Mapping[str, float], names: Mapping[str, Any]) -> d
         raise ValueError(f"weights must be for the sources {sorted(names)}, got weights for {unknown} too")
     if missing := sorted(set(names) - set(weights)):
         raise ValueError(f"weights must name every source, got none for {missing}: give 0 to leave one out")
-    for name, weight in weights.items():
-        if not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"weights must be finite and not negative, got {weight} for {name!r}")
-    if not any(weights.values()):
-        raise ValueError("weights must not all be zero: nothing could be drawn")
+    check_weights(weights)
     largest = max(weights.values())  # exact: a float is a fraction
     return _scale({name: round(weights[name] / largest * (1 << 62)) if weights[name] else 0 for name in sorted(names)})
 
@@ -271,9 +377,9 @@ def _imagine(
         own = derive_key("Mixer", seed, name)
         imagined[name] = top - random_index(own, 0, _residual(own, lengths[name]) * ONE)
     num_draws = random_index(key, 0, min(MAX_WARM_UP, 2 * ONE // min(active.values())))
-    for draw in range(len(active) > 1 and num_draws):
+    for number in range(len(active) > 1 and num_draws):
         name = max(active, key=imagined.__getitem__)
-        length = lengths[name][random_index(key, draw + 1, len(lengths[name]))]
+        length = lengths[name][random_index(key, number + 1, len(lengths[name]))]
         for other, weight in active.items():
             imagined[other] += weight * length
         imagined[name] -= length * ONE

@@ -6,7 +6,8 @@ import numpy as np
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.items import Document, Place, Sample, freeze, thaw
-from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings, render, snapshot
+from ibm_nodes.node import Node, Snapshot, draw, render, snapshot
+from ibm_nodes.state import State, check_keys, check_settings
 
 
 class Packer(Node[Sample]):
@@ -64,13 +65,13 @@ class Packer(Node[Sample]):
         self.source.reset(initial_state[self.SOURCE_KEY])
 
     def next(self) -> Sample:
-        seq_len, source = self.seq_len, self.source
-        while self._length < seq_len:
+        closing = 1 if self._bos is None else 2
+        while self._length < self.seq_len:
             try:
-                document = next(source)
+                documents = draw(self.source, self.seq_len - self._length, closing)
             except StopIteration:
                 break
-            self._add(document)
+            self._add(documents)
         if not self._length:
             raise StopIteration
         return self._cut()
@@ -79,23 +80,26 @@ class Packer(Node[Sample]):
         open_sample = tuple(self._pieces), tuple(self._starts), tuple(self._places), self._length
         return _state, (self.seq_len, self.eos_id, self.bos_id, open_sample, snapshot(self.source))
 
-    def _add(self, document: Document) -> None:
-        tokens = document.tokens
-        length = len(tokens)
-        if not length:
-            return
-        offset, pieces = 0, self._pieces
-        self._starts.append(self._length)
-        if self._bos is not None and tokens.item(0) != self.bos_id:
-            pieces.append(self._bos)
-            self._length += 1
-            offset = -1
-        pieces.append(tokens)
-        self._length += length
-        if tokens.item(-1) != self.eos_id or (length == 1 and self.bos_id == self.eos_id):
-            pieces.append(self._eos)
-            self._length += 1
-        self._places.append((document.name, document.url, document.row, offset))
+    def _add(self, documents: list[Document]) -> None:
+        pieces, starts, places, end = self._pieces, self._starts, self._places, self._length
+        bos, bos_id, eos, eos_id = self._bos, self.bos_id, self._eos, self.eos_id
+        for tokens, url, row, name, _ in documents:
+            length = len(tokens)
+            if not length:
+                continue
+            offset = 0
+            starts.append(end)
+            if bos is not None and tokens.item(0) != bos_id:
+                pieces.append(bos)
+                end += 1
+                offset = -1
+            pieces.append(tokens)
+            end += length
+            if tokens.item(-1) != eos_id or (length == 1 and bos_id == eos_id):
+                pieces.append(eos)
+                end += 1
+            places.append((name, url, row, offset))
+        self._length = end
 
     def _cut(self) -> Sample:
         """Takes a sample off the front; what remains is part of one document at most.

@@ -47,10 +47,15 @@ def random_index(key: int, counter: int, size: int) -> int:
     return (random_word(key, counter) * size) >> 64
 
 
-def permutation(key: int, size: int) -> np.ndarray:
-    """Gives a permutation of ``range(size)`` as an int64 array, in O(size log size)."""
+def random_words(key: int, counters: np.ndarray) -> np.ndarray:
+    """Gives `random_word` of every counter, as uint64."""
     with np.errstate(over="ignore"):
-        word = np.uint64(key) + np.arange(1, size + 1, dtype=np.uint64) * np.uint64(_GAMMA)
+        word = np.uint64(key) + (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
         word = (word ^ (word >> np.uint64(30))) * np.uint64(_FIRST)
         word = (word ^ (word >> np.uint64(27))) * np.uint64(_SECOND)
-        return np.argsort(word ^ (word >> np.uint64(31)))
+        return word ^ (word >> np.uint64(31))
+
+
+def permutation(key: int, size: int) -> np.ndarray:
+    """Gives a permutation of ``range(size)`` as an int64 array, in O(size log size)."""
+    return np.argsort(random_words(key, np.arange(size)))

@@ -5,16 +5,18 @@ from functools import partial
 from typing import Any
 
 from ibm_nodes import formats
-from ibm_nodes.blocks import Block, Blocks, Cursor
+from ibm_nodes.blocks import Block, Blocks, Cursor, HeldOut
 from ibm_nodes.items import Document
 from ibm_nodes.listing import Listing, current_session
+from ibm_nodes.node import Node, Snapshot
 from ibm_nodes.permutation import Seed, check_seed
 from ibm_nodes.read_ahead import Task, read_ahead
-from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings
+from ibm_nodes.state import State, check_keys, check_settings
 from ibm_nodes.storage import Options
 
 FIRST_READ_BYTES = 1 << 20
 MAX_DEPTH = 8
+SETTINGS = ("name", "seed", "shard", "num_shards", "column", "holdout", "split")
 
 
 class Reader(Node[Document]):
@@ -39,6 +41,8 @@ class Reader(Node[Document]):
         format: "arrow" or "parquet"; None tells by the ending.
         epochs: passes over the data; None goes on for ever.
         vocab_size: ids must be below it, if it is given.
+        holdout: share of the documents that are held out, chosen by a hash of dataset, file and row alone.
+        split: "train" reads the documents that are not held out, "validation" those that are.
         listing: what is under the url, from ``list_dataset``; None lists at the start, once for all readers of a
         Sharder.
         storage_options: fsspec's options for the store, such as key, secret and endpoint_url.
@@ -65,6 +69,8 @@ class Reader(Node[Document]):
         format: str | None = None,
         epochs: int | None = None,
         vocab_size: int | None = None,
+        holdout: float = 0.0,
+        split: str = "train",
         listing: Listing | None = None,
         storage_options: Options = None,
     ) -> None:
@@ -75,6 +81,12 @@ class Reader(Node[Document]):
             raise ValueError(f"epochs must be at least 1 or None, got {epochs}")
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
+        if not 0 <= holdout < 1 or split not in ("train", "validation"):
+            raise ValueError(
+                f'holdout must be from 0 to below 1 and split "train" or "validation", got {holdout} and {split!r}'
+            )
+        if split == "validation" and not holdout:
+            raise ValueError('split="validation" needs a holdout above 0, the one that the training data are read with')
         formats.suffixes(format)
         self.url = url
         self.name = url.rstrip("/").rsplit("/", 1)[-1] if name is None else name
@@ -85,12 +97,14 @@ class Reader(Node[Document]):
         self.format = format
         self.epochs = epochs
         self.vocab_size = vocab_size
+        self.holdout = holdout
+        self.split = split
         self.listing = listing
         self.storage_options = storage_options
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
-        settings = {name: getattr(self, name) for name in ("name", "seed", "shard", "num_shards", "column")}
+        settings = {name: getattr(self, name) for name in SETTINGS}
         state = initial_state
         if state is None:
             state = {self.SETTINGS_KEY: {**settings, "listing": None}, **dict.fromkeys(self.COUNTER_KEYS, 0)}
@@ -112,6 +126,7 @@ class Reader(Node[Document]):
             listing=self.listing
             or partial(current_session().listing, self.url, self.storage_options, formats.suffixes(self.format)),
             expected=self._settings["listing"],
+            held_out=HeldOut(self.name, self.holdout, self.split == "validation") if self.holdout else None,
         )
         self._block: Block | None = None
         self._queue: deque[tuple[Cursor, Task[Block]]] = deque()
@@ -120,18 +135,26 @@ class Reader(Node[Document]):
         self._ask()
 
     def next(self) -> Document:
-        while True:
-            block = self._block
-            if block is None:
-                block = self._load()
-            row = self._row
-            if row < block.num_rows:
-                self._row = row + 1
-                if row == self._ask_at:
-                    self._ask()
-                tokens = block.lists.values[block.begins[row] : block.ends[row]]
-                return Document(tokens, block.url, block.rows[row], self.name, self._at.epoch)
-            self._finish(block)
+        return self.draw(1, extra=1)[0]
+
+    def draw(self, num_tokens: int, extra: int = 0) -> list[Document]:
+        block = self._block
+        while block is None or self._row >= block.num_rows:
+            if block is not None:
+                self._finish(block)
+            block = self._load()
+        first = last = self._row
+        begins, ends = block.begins, block.ends
+        while num_tokens > 0 and last < block.num_rows:
+            num_tokens -= ends[last] - begins[last] + extra
+            last += 1
+        self._row = last
+        if first <= self._ask_at < last:
+            self._ask()
+        values, url, name, epoch = block.lists.values, block.url, self.name, self._at.epoch
+        rows = zip(begins[first:last], ends[first:last], block.rows[first:last], strict=True)
+        new = tuple.__new__  # in C, where a named tuple's own is in Python
+        return [new(Document, (values[begin:end], url, row, name, epoch)) for begin, end, row in rows]
 
     def snapshot(self) -> Snapshot:
         block = self._block
@@ -215,8 +238,9 @@ class Reader(Node[Document]):
                 following = Cursor(self.epochs, False, 0, 0)
             elif self._at.whole:
                 raise ValueError(
-                    f"dataset {self.name!r} at {self.url} has no token in column {self.column!r}: "
-                    "leave it out of the mix"
+                    f"dataset {self.name!r} at {self.url} has no token in column {self.column!r}"
+                    + (f" of its {self.split} split with holdout={self.holdout}" if self.holdout else "")
+                    + ": leave it out of the mix"
                 )
             else:
                 following = Cursor(self._at.epoch, True, 0, 0)

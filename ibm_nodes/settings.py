@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchdata.nodes import BaseNode
@@ -41,15 +41,52 @@ def describe(loader: Loader[Any]) -> dict[str, Any]:
     """
     sharder = find_sharder(loader)
     found: dict[str, Any] = {"Sharder.num_shards": sharder.num_shards, "Sharder.skip": sharder.skip}
-    node: Any = loader.root
-    while node is not sharder:
+    if sharder.schedule is not None:
+        found |= {"schedule": repr(sharder.schedule), "schedule.changes": repr(sharder.schedule.changes)}
+    for node in _above(loader, sharder):
         if isinstance(node, Batcher):
             found["global_batch_size"] = loader.global_batch_size or node.batch_size * sharder.world_size
         if isinstance(node, Prefetcher):
             found["prefetch_factor"] = node.prefetch_factor
-        node = node.source
     _add(found, "", sharder.graph(0, sharder.num_shards))
     return found
+
+
+def set_weights(loader: Loader[Any], weights: Mapping[str, float], *, at: int) -> None:
+    """Changes the weights of a running loader from a sample on; nothing is repaid, and no dataset loses its place.
+
+    All ranks must call it after the same batch, with the same arguments. The change is in the states from then on.
+
+    Args:
+        loader: one whose mixers and Sharder share a ``Schedule``, as the recipes' do.
+        weights: share of tokens by dataset; a name that is left out has 0.
+        at: number of the first sample in the global stream that is drawn with them. At least the position of the last
+            batch handed out, and prefetch_factor + 2 global batches more, since other ranks may have drawn so far.
+
+    Raises:
+        ValueError: if ``at`` is too early, on every rank alike; if a name is unknown, or a weight out of range; if the
+            loader has no Schedule.
+    """
+    sharder = find_sharder(loader)
+    if sharder.schedule is None:
+        raise ValueError("loader must have a Schedule to change its weights: give one to its mixers and its Sharder")
+    batches, batch_size = 2, 1
+    for node in _above(loader, sharder):
+        batches += node.prefetch_factor if isinstance(node, Prefetcher) else 0
+        batch_size *= node.batch_size if isinstance(node, Batcher) else 1
+    earliest = loader.state_dict()[Sharder.POSITION_KEY] + batches * batch_size * sharder.world_size
+    if at < earliest:
+        raise ValueError(
+            f"at must be at least {earliest}, got {at}: samples before it may be drawn already, here or on other ranks"
+        )
+    sharder.schedule.add(at, weights)
+
+
+def _above(loader: Loader[Any], sharder: Sharder[Any]) -> Iterator[Any]:
+    node: Any = loader.root
+    while node is not sharder:
+        yield node
+        node = node.source
 
 
 def _add(found: dict[str, Any], prefix: str, node: BaseNode[Any]) -> None:

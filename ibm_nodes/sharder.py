@@ -6,17 +6,9 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.listing import ListingSession
-from ibm_nodes.state import (
-    SHARDS_KEY,
-    Node,
-    Snapshot,
-    State,
-    as_snapshot,
-    check_keys,
-    check_settings,
-    render,
-    snapshot,
-)
+from ibm_nodes.node import Node, Snapshot, as_snapshot, render, snapshot
+from ibm_nodes.schedule import SCHEDULE_KEY, Schedule
+from ibm_nodes.state import SHARDS_KEY, State, check_keys, check_settings
 
 T = TypeVar("T")
 
@@ -43,6 +35,8 @@ class Sharder(Node[T]):
         num_shards: number of logical shards, fixed for the life of a run; a multiple of every world size to be used.
         rank: number of this data-parallel rank.
         world_size: number of data-parallel ranks.
+        schedule: the Schedule of the graphs' mixers, whose clock is set before each draw; what was set of it in the run
+            is part of the state.
         filler: item that a shard which has ended yields at its turns; None passes it over.
         skip: half-open ranges [begin, end) of sample numbers to leave out, the same on all ranks; whole global batches.
 
@@ -61,6 +55,7 @@ class Sharder(Node[T]):
         num_shards: int,
         rank: int,
         world_size: int,
+        schedule: Schedule | None = None,
         filler: T | None = None,
         skip: Iterable[tuple[int, int]] = (),
     ) -> None:
@@ -79,6 +74,7 @@ class Sharder(Node[T]):
         self.num_shards = num_shards
         self.rank = rank
         self.world_size = world_size
+        self.schedule = schedule
         self.filler = filler
         self.skip = merge_ranges(skip)
 
@@ -88,7 +84,7 @@ class Sharder(Node[T]):
         if initial_state is None:
             position, saved = 0, {}
         else:
-            check_keys(self, initial_state, (self.POSITION_KEY, self.NUM_SHARDS_KEY, SHARDS_KEY))
+            check_keys(self, initial_state, (self.POSITION_KEY, self.NUM_SHARDS_KEY, SCHEDULE_KEY, SHARDS_KEY))
             check_settings(self, initial_state, num_shards=self.num_shards)
             position, saved = initial_state[self.POSITION_KEY], initial_state[SHARDS_KEY]
             if missing := [shard for shard in owned if shard not in saved]:
@@ -97,6 +93,8 @@ class Sharder(Node[T]):
                     "owns: load the states of all ranks, merged"
                 )
         self._to_skip = self._whole_turns(position)
+        if self.schedule is not None:
+            self.schedule.load(None if initial_state is None else initial_state[SCHEDULE_KEY])
         self._position = position
         self._graphs: dict[int, BaseNode[T]] = {}
         self._moved: set[int] = set()
@@ -121,7 +119,8 @@ class Sharder(Node[T]):
             taken = self._taken[shard].graph if graph is None else snapshot(graph)
             self._taken[shard] = _Taken(self._turns[shard], shard in self._ended, taken)
         self._moved.clear()
-        return _state, (self._position, self.num_shards, self._taken.copy())
+        schedule = None if self.schedule is None else self.schedule.state()
+        return _state, (self._position, self.num_shards, schedule, self._taken.copy())
 
     def close(self) -> None:
         """Lets go of all graphs, and so of their blocks and reads; the next item builds them again where they stood."""
@@ -140,6 +139,8 @@ class Sharder(Node[T]):
                 item = self.filler
             else:
                 self._prepare(shard)
+                if self.schedule is not None:
+                    self.schedule.now = turn
                 self._moved.add(shard)  # also if it fails: it may have moved within
                 try:
                     item = next(self._graphs[shard])
@@ -233,9 +234,10 @@ class _Taken:
         return self._state
 
 
-def _state(position: int, num_shards: int, taken: dict[int, _Taken]) -> State:
+def _state(position: int, num_shards: int, schedule: State | None, taken: dict[int, _Taken]) -> State:
     return {
         Sharder.POSITION_KEY: position,
         Sharder.NUM_SHARDS_KEY: num_shards,
+        SCHEDULE_KEY: schedule,
         SHARDS_KEY: {shard: part.state() for shard, part in taken.items()},
     }

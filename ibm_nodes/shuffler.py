@@ -5,8 +5,9 @@ from typing import Any, TypeVar
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.items import freeze, thaw
+from ibm_nodes.node import Node, Snapshot, render, snapshot
 from ibm_nodes.permutation import Seed, check_seed, derive_key, random_index
-from ibm_nodes.state import Node, Snapshot, State, check_keys, check_settings, render, snapshot
+from ibm_nodes.state import State, check_keys, check_settings
 
 T = TypeVar("T")
 
@@ -42,9 +43,9 @@ class Shuffler(Node[T]):
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
-        # Each entry is [item, its plain form or None]: an item is turned into plain data once, when a state needs it.
-        self._buffer: list[list[Any]] = []
-        self._fresh: list[list[Any]] = []  # those without a plain form, and some that were handed out since
+        self._buffer: list[T] = []
+        # For each item its plain form, or None: it is turned into plain data once, when a state needs it.
+        self._plain: list[Any] = []
         self._drawn = 0
         if initial_state is None:
             self.source.reset(None)
@@ -53,36 +54,34 @@ class Shuffler(Node[T]):
             self, initial_state, (self.SEED_KEY, self.SIZE_KEY, self.DRAWN_KEY, self.BUFFER_KEY, self.SOURCE_KEY)
         )
         check_settings(self, initial_state, seed=self.seed, buffer_size=self.buffer_size)
-        self._buffer = [[thaw(data), data] for data in initial_state[self.BUFFER_KEY]]
+        self._plain = list(initial_state[self.BUFFER_KEY])
+        self._buffer = [thaw(data) for data in self._plain]
         self._drawn = initial_state[self.DRAWN_KEY]
         self.source.reset(initial_state[self.SOURCE_KEY])
 
     def next(self) -> T:
-        buffer = self._buffer
+        buffer, plain = self._buffer, self._plain
         while len(buffer) < self.buffer_size:
             try:
-                entry = [next(self.source), None]
+                buffer.append(next(self.source))
             except StopIteration:
                 break
-            buffer.append(entry)
-            self._fresh.append(entry)
+            plain.append(None)
         if not buffer:
             raise StopIteration
-        if len(self._fresh) > 2 * self.buffer_size:
-            self._fresh = [entry for entry in buffer if entry[1] is None]
         index = random_index(self._key, self._drawn, len(buffer))
         self._drawn += 1
-        buffer[index], buffer[-1] = buffer[-1], buffer[index]
-        item: T = buffer.pop()[0]
+        item = buffer[index]
+        buffer[index], plain[index] = buffer[-1], plain[-1]
+        buffer.pop()
+        plain.pop()
         return item
 
     def snapshot(self) -> Snapshot:
-        for entry in self._fresh:
-            if entry[1] is None:
-                entry[1] = freeze(entry[0])
-        self._fresh.clear()
-        buffer = [entry[1] for entry in self._buffer]
-        return _state, (self.seed, self.buffer_size, self._drawn, buffer, snapshot(self.source))
+        plain = self._plain
+        for index in [index for index, data in enumerate(plain) if data is None]:
+            plain[index] = freeze(self._buffer[index])
+        return _state, (self.seed, self.buffer_size, self._drawn, plain.copy(), snapshot(self.source))
 
 
 def _state(seed: Seed, buffer_size: int, drawn: int, buffer: list[Any], source: Snapshot) -> State:

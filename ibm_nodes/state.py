@@ -1,62 +1,13 @@
-"""States: plain data, taken in two steps, checked strictly, and merged from the ranks that saved them."""
+"""States: plain data, checked strictly, and merged from the ranks that saved them."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
-from torchdata.nodes import BaseNode
 
-T = TypeVar("T")
 State = dict[str, Any]
 
 SHARDS_KEY = "shards"
-
-Snapshot = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function and its arguments, none of which changes any more: what it returns is the state."""
-
-
-class Node(BaseNode[T]):
-    """A node whose state is taken in two steps, because every item has one and hardly any is asked for.
-
-    ``snapshot`` collects what the state is made of, in a microsecond or two. ``get_state`` makes plain data of that.
-    """
-
-    _takes_snapshots = True
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if "snapshot" in vars(cls) or "get_state" in vars(cls):  # of two classes, the one further down counts
-            cls._takes_snapshots = "snapshot" in vars(cls)
-
-    def snapshot(self) -> Snapshot:
-        """Takes the state that the node has now; nothing in it refers to a node."""
-        raise NotImplementedError(type(self))
-
-    def get_state(self) -> State:
-        state: State = render(self.snapshot())
-        return state
-
-
-def snapshot(node: BaseNode[Any]) -> Snapshot:
-    """Takes the state of any node that was reset."""
-    if isinstance(node, Node) and node._takes_snapshots:
-        return node.snapshot()
-    return as_snapshot(node.state_dict())
-
-
-def render(taken: Snapshot) -> Any:
-    """Gives the state that was taken, in any thread and at any time."""
-    function, arguments = taken
-    return function(*arguments)
-
-
-def as_snapshot(state: Any) -> Snapshot:
-    """Gives a snapshot of a state that is there already."""
-    return _same, (state,)
-
-
-def _same(state: Any) -> Any:
-    return state
 
 
 def check_keys(node: object, state: Mapping[str, Any], keys: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ from ibm_nodes.inspect_checkpoint import newest, read_ranks
 from ibm_nodes.items import Sample
 from ibm_nodes.listing import ListingSession
 from ibm_nodes.loader import Loader
+from ibm_nodes.schedule import SCHEDULE_KEY
 from ibm_nodes.settings import derive_lineage, describe, differences, find_sharder
 from ibm_nodes.sharder import NUM_AHEAD, Sharder, sample_number
 from ibm_nodes.state import SHARDS_KEY, check_settings, merge
@@ -191,12 +192,16 @@ def _first(saved: Saved, storage_options: Options) -> dict[str, Any]:
 def _states(
     sharder: Sharder[Any], saved: Saved | None, shards: list[int], storage_options: Options
 ) -> dict[int, ShardState]:
-    """Gives the states of some logical shards, and reads only the files that hold them."""
+    """Gives the states of some logical shards, and reads only the files that hold them; sets the schedule as it was."""
     if saved is None:
+        if sharder.schedule is not None:
+            sharder.schedule.load(None)
         return {shard: (0, False, None) for shard in shards}
     ranks = sorted({shard % saved.world_size for shard in shards})
     state = merge(content["state"] for content in read_ranks(saved, ranks, storage_options))
     check_settings(sharder, state, num_shards=sharder.num_shards)
+    if sharder.schedule is not None:
+        sharder.schedule.load(state[SCHEDULE_KEY])
     return {shard: state[SHARDS_KEY][shard] for shard in shards}
 
 
@@ -217,6 +222,8 @@ def _replay(
         graph = graphs.pop(shard)
         for number in (number for number in numbers if number % sharder.num_shards == shard):
             while turns <= number // sharder.num_shards:
+                if sharder.schedule is not None:
+                    sharder.schedule.now = turns * sharder.num_shards + shard
                 item, ended = (None, True) if ended else _draw(graph)
                 if ended:
                     item = _filler(sharder, shard, number)

@@ -186,7 +186,8 @@ def test_nothing_is_built_before_the_first_item():
 
     node = build(12, 1, 3, graph)
     state = node.state_dict()
-    assert state == {"position": 0, "num_shards": 12, "shards": {shard: (0, False, None) for shard in (1, 4, 7, 10)}}
+    shards = {shard: (0, False, None) for shard in (1, 4, 7, 10)}
+    assert state == {"position": 0, "num_shards": 12, "schedule": None, "shards": shards}
     node.reset()
     node.reset(merge([other.state_dict() for other in ranks(12, 3)]))
     node.state_dict()
