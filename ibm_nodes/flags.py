@@ -292,8 +292,10 @@ def _pair(kind: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
 def _range(text: str) -> tuple[int, int]:
     """Parses BEGIN:END, samples counted from 0, or BEGIN:END@N, steps of N samples each, counted from 1."""
     found = re.fullmatch(r"(\d+):(\d+)(?:@(\d+))?", text)
-    begin, end, size = (int(part or 0) for part in found.groups()) if found else (0, 0, 0)
-    begin, end = ((begin - 1) * size, (end - 1) * size) if size else (begin, end)
+    begin, end, size = found.groups() if found else (0, 0, None)
+    begin, end = int(begin), int(end)
+    if size is not None:
+        begin, end = (begin - 1) * int(size), (end - 1) * int(size)
     if not 0 <= begin < end:
         raise argparse.ArgumentTypeError(
             f"must be BEGIN:END, samples from 0 on, or BEGIN:END@N, steps of N samples each from 1 on, got {text!r}"

@@ -54,9 +54,9 @@ def describe_step(url: str, step: int | None = None, storage_options: Options = 
 
     Returns:
         A dict of ``step``, ``lineage``, ``world_size``, ``position``, ``num_shards``, ``settings``, ``tokens``,
-        ``datasets`` (as ``ibm_nodes.stats`` gives them, of all ranks together, and ``epochs``: the lowest and the highest
-        that a logical shard is in), ``quarantined`` (the places in the data that were left out because of a fault, as
-        the nodes recorded them, each with its ``dataset``) and ``bytes_per_rank``.
+        ``datasets`` (as ``ibm_nodes.stats`` gives them, of all ranks together, and ``epochs``: the lowest and the
+        highest that a logical shard is in), ``quarantined`` (the places in the data that were left out because of a
+        fault, as the nodes recorded them, each with its ``dataset``) and ``bytes_per_rank``.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint, or not of that step.
