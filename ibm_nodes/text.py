@@ -2,10 +2,9 @@
 
 import itertools
 import os
-import posixpath
 from collections.abc import Callable, Sequence
 
-from ibm_nodes.storage import Options, find, read
+from ibm_nodes.storage import Options, read_whole
 
 ToText = Callable[[Sequence[int]], str]
 
@@ -31,7 +30,7 @@ def tokenizer_to_text(url: str, storage_options: Options = None) -> ToText:
 
     Raises:
         ImportError: if the library ``tokenizers`` is not installed.
-        FileNotFoundError: if there is no such file.
+        FileNotFoundError, PermissionError, OSError: if it cannot be read.
         ValueError: if it is no ``tokenizer.json``.
     """
     try:
@@ -40,16 +39,12 @@ def tokenizer_to_text(url: str, storage_options: Options = None) -> ToText:
         raise ImportError(
             "tokenizers must be installed to decode with a tokenizer, and is not: pip install 'ibm-nodes[text]'"
         ) from error
-    place = url if "://" in url else f"file://{os.path.abspath(url)}"
-    found = [item for item in find(place, storage_options) if item.url.rstrip("/") == place]
-    if not found:
-        raise FileNotFoundError(f"{url} is not there: give the path or the URL of a tokenizer.json")
+    data = read_whole(url if "://" in url else f"file://{os.path.abspath(url)}", storage_options)
     try:
-        tokenizer = Tokenizer.from_str(bytes(read(found[0], 0, found[0].size, storage_options)).decode())
+        tokenizer = Tokenizer.from_str(data.decode())
     except Exception as error:  # the library raises no narrower class
-        name = posixpath.basename(url)
         raise ValueError(
-            f"{url} is no tokenizer.json of the library tokenizers ({error}): is {name} another file?"
+            f"{url} is no tokenizer.json of the library tokenizers ({error}): give the file that its save() wrote"
         ) from error
 
     def to_text(tokens: Sequence[int]) -> str:
