@@ -102,6 +102,7 @@ def measure_saves(
         future.result()
     newest = checkpoint.list_saved(url, storage_options)[-1]
     return {
+        "latest": checkpoint.latest(url, storage_options=storage_options),
         "saves": len(blocked),
         "state_mb": round(newest.files[0].size / 1e6, 2),
         "batches": num_batches,
