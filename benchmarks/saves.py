@@ -79,7 +79,7 @@ def measure_saves(
     urls: dict[str, str], num_shards: int, url: str, storage_options: dict[str, object], args: argparse.Namespace
 ) -> dict[str, object]:
     """Times ``save`` beside a loop that consumes batches."""
-    blocked, num_batches, num_late = [], 0, 0
+    blocked, worked, num_batches, num_late = [], [], 0, 0
     with Loader(Prefetcher(throughput.batcher(urls, num_shards), prefetch_factor=4)) as loader:
         batches = iter(loader)
         for _ in range(2 * num_shards // throughput.BATCH_SIZE):  # until all buffers are full
@@ -95,9 +95,10 @@ def measure_saves(
                 continue
             due += args.every_ms / 1e3
             num_late += not future.done()
-            before = time.perf_counter()
+            before, cpu = time.perf_counter(), time.thread_time()
             future = checkpoint.save(loader, url, step=len(blocked) + 1, keep=KEEP, storage_options=storage_options)
             blocked.append(time.perf_counter() - before)
+            worked.append(time.thread_time() - cpu)
         seconds = time.perf_counter() - began
         future.result()
     newest = checkpoint.list_saved(url, storage_options)[-1]
@@ -106,8 +107,9 @@ def measure_saves(
         "saves": len(blocked),
         "state_mb": round(newest.files[0].size / 1e6, 2),
         "batches": num_batches,
-        "waited_for_the_one_before": num_late,
+        "begun_beside_another": num_late,
         "blocked_share": round(sum(blocked) / seconds, 5),
+        "cpu_share": round(sum(worked) / seconds, 5),
         **milliseconds(blocked),
     }
 
