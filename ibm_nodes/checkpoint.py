@@ -23,6 +23,7 @@ __all__ = ["Checkpoint", "Saved", "Stateful", "choose", "latest", "load", "save"
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 4
+START_SECONDS = 0.002
 NAME = re.compile(r"step-(\d+)/loader-([0-9a-f]{12})-(\d+)-of-(\d+)\.pt")
 
 
@@ -116,6 +117,7 @@ def save(
     before.append(future)
 
     def work() -> None:
+        time.sleep(START_SECONDS)  # the caller waits until this thread runs, and is to have Python's lock back at once
         try:
             wait(same_file)
             state = render(taken)
