@@ -1,9 +1,10 @@
 """Composable ``torchdata.nodes`` that stream training data from object storage, the same at any world size."""
 
 from ibm_nodes.batcher import Batcher, CausalLMCollator
-from ibm_nodes.formats import list_dataset
-from ibm_nodes.items import Document, Place, Sample
-from ibm_nodes.listing import Listing
+from ibm_nodes.end_together import EndTogether
+from ibm_nodes.formats import Lists, ShardFile, list_dataset
+from ibm_nodes.items import Document, Place, Sample, filler
+from ibm_nodes.listing import Listing, StoredObject
 from ibm_nodes.loader import Loader
 from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
@@ -20,7 +21,9 @@ __all__ = [
     "Batcher",
     "CausalLMCollator",
     "Document",
+    "EndTogether",
     "Listing",
+    "Lists",
     "Loader",
     "Mixer",
     "Packer",
@@ -29,8 +32,11 @@ __all__ = [
     "Reader",
     "Sample",
     "Schedule",
+    "ShardFile",
     "Sharder",
     "Shuffler",
+    "StoredObject",
+    "filler",
     "list_dataset",
     "list_recipes",
     "load_recipe",

@@ -98,16 +98,22 @@ class CausalLMCollator:
             their output with the labels position by position.
         pad_id: id that fills a sample which is shorter than the longest of its batch, as the last one of finite data
             may be; its label is -100.
+        pad_to_multiple_of: make samples as long as the next multiple of this.
+        mark_filler: add ``"is_filler"``, bool of shape [batch]. The labels of filler are -100 in any case.
     """
 
-    def __init__(self, *, shift_labels: bool, pad_id: int = 0) -> None:
+    def __init__(
+        self, *, shift_labels: bool, pad_id: int = 0, pad_to_multiple_of: int = 1, mark_filler: bool = False
+    ) -> None:
         self.shift_labels = shift_labels
         self.pad_id = pad_id
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.mark_filler = mark_filler
 
     def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
         """Collates samples."""
         lengths = [len(sample.tokens) for sample in samples]
-        width = max(lengths)
+        width = -(-max(lengths) // self.pad_to_multiple_of) * self.pad_to_multiple_of
         ids = np.empty((len(samples), width), np.int64)
         for row, sample, length in zip(ids, samples, lengths, strict=True):
             row[:length] = sample.tokens
@@ -121,5 +127,8 @@ class CausalLMCollator:
         if min(lengths) < width:
             for label, length in zip(labels, lengths, strict=True):
                 label[length - self.shift_labels :] = IGNORE_INDEX
+        is_filler = np.array([sample.is_filler for sample in samples])
+        labels[is_filler] = IGNORE_INDEX
         # numpy throughout: torch would wake threads of its own to copy, and take cores from the trainer.
-        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        return {**batch, "is_filler": torch.from_numpy(is_filler)} if self.mark_filler else batch

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from ibm_nodes import formats
 from ibm_nodes.formats.lists import check_ids
-from ibm_nodes.listing import Listing
+from ibm_nodes.listing import Listing, StoredObject
 from ibm_nodes.permutation import derive_key, permutation, random_index, random_words
 from ibm_nodes.storage import Object
 
@@ -73,7 +73,7 @@ class Blocks:
         key: seeds and names that the order depends on.
         part: this logical shard, and their number.
         column: the column of integer lists.
-        format: a format's name, or None to tell by the ending.
+        format: a format's name, what opens its files, or None to tell by the ending.
         vocab_size: ids must be below it, if it is given.
         listing: what is under the url, or what lists it.
         expected: the description of the listing that a state was saved with.
@@ -87,7 +87,7 @@ class Blocks:
         key: tuple[Any, ...],
         part: tuple[int, int],
         column: str,
-        format: str | None,
+        format: formats.Format,
         vocab_size: int | None,
         listing: Listing | Callable[[], Listing],
         expected: str | None,
@@ -111,16 +111,24 @@ class Blocks:
         file = listing.file(
             (index, self._column, self._format), partial(_open, listing, item, self._column, self._format)
         )
-        blocks = self._owned(file, start, low, high, (item.key, at.epoch))
+        turn, num_turns = 0, 1
+        if file.splittable:
+            blocks = self._owned(file, start, low, high, (item.key, at.epoch))
+        else:
+            turn, num_turns = self._turn(listing, index, at.whole)
+            blocks = np.arange(len(file.groups) if turn >= 0 else 0)
         if at.block >= len(blocks):
             return self._empty(at, num_files, len(blocks), listing)
         number = int(blocks[at.block])
         names = (index, number, self._column, self._format, self._vocab_size)
         lists = listing.block(names, partial(self._read, file, number, item))
-        span = start + int(file.spans[number]), start + int(file.spans[number + 1])
-        first_row, last_row = _own_rows(len(lists.rows), *span, low, high)
+        if file.splittable:
+            span = start + int(file.spans[number]), start + int(file.spans[number + 1])
+            own = range(*_own_rows(len(lists.rows), *span, low, high))
+        else:
+            own = range((turn - number) % num_turns, len(lists.rows), num_turns)
         key = derive_key(*self._key, item.key, number, at.epoch)
-        order = permutation(key, last_row - first_row) + first_row
+        order = permutation(key, len(own)) * own.step + own.start
         if self._held_out is not None:
             order = order[self._held_out.choose(item.key, lists.rows[order])]
         num_chosen = len(order)
@@ -136,12 +144,12 @@ class Blocks:
             # Somewhere in the middle half, so that the readers of many shards do not all ask at one moment.
             ask_at=len(order) // 4 + random_index(key, 0, len(order) // 2 + 1),
             size=file.size(number),
-            chained=len(set(file.groups[blocks].tolist())) < len(blocks),
+            chained=not file.splittable or len(set(file.groups[blocks].tolist())) < len(blocks),
         )
 
     def _read(self, file: formats.ShardFile, number: int, item: Object) -> formats.Lists:
         try:
-            return check_ids(file.read(number), self._vocab_size)
+            return check_ids(file.read(number), self._vocab_size, item.url)
         except (ValueError, OSError, pa.ArrowException) as error:
             error.add_note(f"in block {number} of {item.url}")
             raise
@@ -159,6 +167,19 @@ class Blocks:
         shard, num_shards = (0, 1) if whole else self._part
         total = listing.starts[-1]
         return shard * total // num_shards, (shard + 1) * total // num_shards
+
+    def _turn(self, listing: Listing, index: int, whole: bool) -> tuple[int, int]:
+        """Gives this shard's place among those that deal out the rows of an unsplittable file, or -1, and their number.
+
+        They are the shards whose interval begins in the file, or, if there is none, the one that holds its first byte.
+        """
+        shard, num_shards = (0, 1) if whole else self._part
+        total, start = listing.starts[-1], listing.starts[index]
+        first, last = (-(-edge * num_shards // total) for edge in (start, listing.starts[index + 1]))
+        if first >= last or total < num_shards:  # (with fewer bytes than shards, some intervals are empty)
+            first = ((start + 1) * num_shards - 1) // total
+            last = first + 1
+        return (shard - first if first <= shard < last else -1), last - first
 
     def _owned(self, file: formats.ShardFile, start: int, low: int, high: int, key: tuple[str, int]) -> np.ndarray:
         """Gives the blocks that overlap the interval: groups in a random order, in a group as they lie."""
@@ -193,9 +214,9 @@ class Blocks:
         )
 
 
-def _open(listing: Listing, item: Object, column: str, format: str | None) -> formats.ShardFile:
+def _open(listing: Listing, item: Object, column: str, format: formats.Format) -> formats.ShardFile:
     try:
-        return formats.opener(item.key, format)(listing, item, column)
+        return formats.opener(item.key, format)(StoredObject(listing, item), column)
     except (ValueError, OSError, pa.ArrowException) as error:
         error.add_note(f"while opening {item.url}")
         raise

@@ -4,13 +4,14 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import pyarrow as pa
 from torchdata.nodes import BaseNode, Loader
 
 from ibm_nodes import formats
 from ibm_nodes.batcher import Batcher
 from ibm_nodes.formats.lists import check_ids
-from ibm_nodes.listing import Listing
+from ibm_nodes.listing import Listing, StoredObject
 from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
 from ibm_nodes.prefetcher import Prefetcher
@@ -29,13 +30,18 @@ ROW_BYTES = 150
 
 
 class Block(NamedTuple):
-    """What one block says of its dataset; ``fault`` is what a run would raise for it."""
+    """What one block says of its dataset.
+
+    ``resume_bytes`` is what resuming in its file decodes again at most: the blocks that go on from each other;
+    ``fault`` is what a run would raise for it.
+    """
 
     type: str
     num_tokens: int
     largest_id: int
     stored_bytes: int
     memory_bytes: int
+    resume_bytes: int
     fault: ValueError | None
 
 
@@ -126,8 +132,8 @@ def _block(reader: Reader, listing: Listing) -> tuple[Block | None, Exception | 
 def _places(reader: Reader, listing: Listing) -> Iterator[tuple[Object, formats.ShardFile, int]]:
     """Gives the blocks of a dataset, those of the largest file first, and of a file those from the middle on."""
     for item in sorted(listing.objects, key=lambda item: -item.size):
-        file = formats.opener(item.key, reader.format)(listing, item, reader.column)
-        middle = len(file.groups) // 2
+        file = formats.opener(item.key, reader.format)(StoredObject(listing, item), reader.column)
+        middle = len(file.groups) // 2 if file.splittable else 0
         for number in [*range(middle, len(file.groups)), *range(middle)]:
             yield item, file, number
 
@@ -143,7 +149,7 @@ def _read(item: Object, file: formats.ShardFile, number: int, vocab_size: int | 
     rows = zip(lists.begins.tolist(), lists.ends.tolist(), strict=True)
     largest_id = max((int(lists.values[begin:end].max()) for begin, end in rows if begin < end), default=-1)
     try:
-        lists = check_ids(lists, vocab_size)
+        lists = check_ids(lists, vocab_size, item.url)
     except ValueError as error:
         error.add_note(place)
         fault = error
@@ -153,6 +159,7 @@ def _read(item: Object, file: formats.ShardFile, number: int, vocab_size: int | 
         largest_id,
         int(file.spans[number + 1] - file.spans[number]),
         lists.values.nbytes + ROW_BYTES * len(lists.rows),
+        int(np.diff(file.spans[np.append(np.unique(file.groups, return_index=True)[1], -1)]).max()),
         fault,
     )
 
@@ -173,6 +180,7 @@ def _dataset(
         "type": block.type if block else None,
         "largest_id": block.largest_id if block else None,
         "vocab_size": reader.vocab_size,
+        "resume_bytes": block.resume_bytes if block else None,
     }
 
 

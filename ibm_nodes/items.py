@@ -49,6 +49,16 @@ class Sample(NamedTuple):
     starts: tuple[int, ...] = (0,)
     documents: tuple[Place, ...] = ()
 
+    @property
+    def is_filler(self) -> bool:
+        """Whether no document is in it: it keeps the turn of a logical shard that has ended."""
+        return not self.starts
+
+
+def filler(seq_len: int, pad_id: int = 0) -> Sample:
+    """Gives the sample that logical shards which have ended yield in a finite pass: padding alone."""
+    return Sample(np.full(seq_len, pad_id, np.int32), starts=())
+
 
 def freeze(item: Any) -> Any:
     """Turns an item into plain data that nothing will write to: arrays and bytes become tensors of their own.

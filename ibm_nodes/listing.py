@@ -3,6 +3,7 @@
 import contextvars
 import hashlib
 import itertools
+import posixpath
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,6 +15,8 @@ T = TypeVar("T")
 
 CACHED_FILES = 512
 CACHED_BLOCKS = 4096
+COMPANIONS = {".bin": ".idx"}
+"""Objects that are no data but without which those beside them, of the same name with the first ending, are none."""
 
 
 class Listing:
@@ -23,24 +26,32 @@ class Listing:
         url: the prefix, or one object.
         objects: what is under it.
         storage_options: fsspec's options for its store. They never show in a state, an error or a repr.
+        companions: what lies beside the objects and is needed to read them.
 
     Attributes:
         starts: where each object begins in the dataset's bytes, and, last, their sum.
         digest: a hash of keys and sizes.
     """
 
-    def __init__(self, url: str, objects: Sequence[Object], storage_options: Options = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        objects: Sequence[Object],
+        storage_options: Options = None,
+        companions: Sequence[Object] = (),
+    ) -> None:
         self.url = url
         self.objects = sorted(objects, key=lambda item: item.key)
+        self.companions = sorted(companions, key=lambda item: item.key)
         self.starts = [0, *itertools.accumulate(item.size for item in self.objects)]
-        text = "\n".join(f"{item.key}\0{item.size}" for item in self.objects)
+        text = "\n".join(f"{item.key}\0{item.size}" for item in (*self.objects, *self.companions))
         self.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         self.storage_options = storage_options
         self._files: Once[Any] = Once(CACHED_FILES)
         self._blocks: Once[Any] = Once(CACHED_BLOCKS, weak=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Listing, (self.url, self.objects, self.storage_options)
+        return Listing, (self.url, self.objects, self.storage_options, self.companions)
 
     def __str__(self) -> str:
         return f"{len(self.objects)} files of {self.starts[-1]} bytes (listing {self.digest})"
@@ -62,6 +73,40 @@ class Listing:
             OSError: if it has changed, is gone, or cannot be read.
         """
         return read(item, start, end, self.storage_options)
+
+
+class StoredObject:
+    """An object of a listing, which a format reads in ranges.
+
+    Attributes:
+        url: its full URL.
+        key: its place under the prefix.
+        size: its bytes.
+    """
+
+    def __init__(self, listing: Listing, item: Object) -> None:
+        self._listing, self._item = listing, item
+        self.url, self.key, self.size = item.url, item.key, item.size
+
+    def read(self, start: int, end: int) -> bytes | bytearray:
+        """Reads bytes [start, end), as the object was listed.
+
+        Raises:
+            OSError: if it has changed, is gone, or cannot be read.
+        """
+        return self._listing.read(self._item, start, end)
+
+    def companion(self) -> "StoredObject":
+        """Gives the object that lies beside this one and is needed to read it.
+
+        Raises:
+            FileNotFoundError: if it was not listed.
+        """
+        url = _companion(self.url)
+        for item in self._listing.companions:
+            if item.url == url:
+                return StoredObject(self._listing, item)
+        raise FileNotFoundError(f"{url} is not there: {self.url} cannot be read without it; put it beside that file")
 
 
 class ListingSession:
@@ -104,12 +149,24 @@ def list_objects(url: str, storage_options: Options = None, suffixes: tuple[str,
     """
     found = find(url, storage_options)
     objects = [item for item in found if item.size and (item.url == url or _is_data(item.key, suffixes))]
+    needed = {_companion(item.url) for item in objects} - {""}
+    companions = [item for item in found if item.url in needed]
+    if url in {item.url for item in objects} and needed:
+        companions = [
+            item._replace(key=posixpath.basename(item.url)) for item in find(next(iter(needed)), storage_options)
+        ]
     if not objects:
         seen = f"{len(found)} other objects" if found else "nothing"
         raise FileNotFoundError(
             f"no data under {url}: it holds {seen}; give a prefix with files that end in one of {', '.join(suffixes)}"
         )
-    return Listing(url, objects, storage_options)
+    return Listing(url, objects, storage_options, companions)
+
+
+def _companion(url: str) -> str:
+    """Gives the URL of an object's companion, or nothing where it has none."""
+    root, ending = posixpath.splitext(url)
+    return root + COMPANIONS[ending] if ending in COMPANIONS else ""
 
 
 def _is_data(key: str, suffixes: tuple[str, ...]) -> bool:

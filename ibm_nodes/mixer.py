@@ -31,9 +31,11 @@ class Mixer(Node[T]):
     exact however long the run. Initial credits are what the same rule gives after a number of draws that depends on the
     seed alone, with the lengths of the first documents, so that logical shards do not draw a rare dataset all at once.
 
-    Other weights may be given when a state is loaded: they apply from the next draw on, and nothing is repaid. A weight
-    of zero is not drawn and keeps its place. A source that is new begins at its beginning; one that is gone stays in
-    the state and may come back. A source that ends leaves its share to the others; the end is when all have ended.
+    Weights may change, by a ``Schedule`` or when a state is loaded: the new ones apply from the next draw on, and
+    nothing is repaid, since credits begin anew as at the start. (Where a schedule goes in a line they are kept, or
+    shares would not be exact.) A weight of zero is not drawn and keeps its place. A source that is new begins at its
+    beginning; one that is gone stays in the state and may come back. A source that ends leaves its share to the others;
+    the end is when all have ended.
 
     Args:
         sources: nodes of items with ``tokens``, by name.
@@ -88,7 +90,11 @@ class Mixer(Node[T]):
         check_settings(self, state, seed=self.seed)
         if self.renamed:
             state = self._with_new_names(state)
-        self._credits: dict[str, int] = dict(state[self.CREDITS_KEY])
+        saved: dict[str, int] = state[self.WEIGHTS_KEY]
+        if self.schedule is not None and saved.keys() == self.sources.keys():
+            self.weights = dict(saved)  # until the first draw, which compares them with the schedule's
+        same = not saved or saved == self.weights
+        self._credits: dict[str, int] = dict(state[self.CREDITS_KEY]) if same else {}
         self._ended = list(state[self.ENDED_KEY])
         kept = (self.TOKENS_KEY, self.DOCUMENTS_KEY, self.SOURCES_KEY)
         # What belongs to sources that are gone.
@@ -173,13 +179,20 @@ class Mixer(Node[T]):
         raise StopIteration
 
     def _reweigh(self, schedule: Schedule) -> None:
-        """Takes the weights that the schedule has now; credits stay as they are, so nothing is repaid."""
+        """Takes the weights that the schedule has now.
+
+        What sources were owed by other weights is not repaid: credits begin anew, but where weights go in a line, step
+        by small step.
+        """
         self._changes = schedule.changes
         _, self._until = schedule.weights(schedule.now)
         weights = self._scheduled()
         if weights != self.weights:
-            if self._prepared:
+            in_line = self._until == schedule.now + 1
+            if self._prepared and in_line:
                 self._keep_credits()
+            if not in_line:
+                self._credits = {}
             self.weights, self._prepared = weights, False
 
     def _scheduled(self) -> dict[str, int]:
@@ -302,7 +315,7 @@ class _Place(Generic[T]):
 
     def probe(self) -> tuple[int, ...]:
         """Gives the lengths of the first documents, which stay to be drawn."""
-        if self._before is None:
+        if not self.ahead:
             self._mark()
         while len(self.ahead) < NUM_PROBES:
             try:

@@ -38,7 +38,8 @@ class Reader(Node[Document]):
         num_shards: number of logical shards.
         seed: an int or a tuple of ints, the same for all shards.
         column: the column of integer lists.
-        format: "arrow" or "parquet"; None tells by the ending.
+        format: "arrow", "parquet", "jsonl", "megatron", "mds" or "webdataset"; None tells by the ending. Or what opens
+            a file of a format of one's own, and gives a ``ShardFile``.
         epochs: passes over the data; None goes on for ever.
         vocab_size: ids must be below it, if it is given.
         holdout: share of the documents that are held out, chosen by a hash of dataset, file and row alone.
@@ -66,7 +67,7 @@ class Reader(Node[Document]):
         num_shards: int,
         seed: Seed = 0,
         column: str = "tokens",
-        format: str | None = None,
+        format: formats.Format = None,
         epochs: int | None = None,
         vocab_size: int | None = None,
         holdout: float = 0.0,

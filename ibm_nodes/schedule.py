@@ -16,10 +16,14 @@ class Schedule:
     weights change at the same sample at any world size. A loader needs a Schedule of its own.
 
     Args:
-        entries: pairs of (sample number, weights by name), in ascending order; the first is in force from the start on.
+        entries: pairs of (tokens, weights by name): from which number of tokens on, of all ranks together, the weights
+            hold. In ascending order; the first entry holds from the start on.
         interpolate: between two entries weights go from the one's shares to the other's in a line; else they stay.
+        seq_len: tokens in a sample. (Recipes set it; with 1, ``entries`` give numbers of samples.)
 
     Attributes:
+        given: the entries as they were given.
+        entries: the entries, with numbers of samples for tokens.
         now: the clock: the number of the sample that is being drawn.
         changes: what was set while the run was going, in order; an entry of the schedule that begins later wins.
 
@@ -27,8 +31,13 @@ class Schedule:
         ValueError: if there is no entry, numbers do not ascend, or weights are negative, NaN, infinite or all zero.
     """
 
-    def __init__(self, entries: Iterable[tuple[int, Mapping[str, float]]], *, interpolate: bool = False) -> None:
-        self.entries: tuple[Entry, ...] = tuple((number, dict(weights)) for number, weights in entries)
+    def __init__(
+        self, entries: Iterable[tuple[int, Mapping[str, float]]], *, interpolate: bool = False, seq_len: int = 1
+    ) -> None:
+        if seq_len < 1:
+            raise ValueError(f"seq_len must be at least 1, got {seq_len}")
+        self.given: tuple[Entry, ...] = tuple((int(tokens), dict(weights)) for tokens, weights in entries)
+        self.entries: tuple[Entry, ...] = tuple((-(-tokens // seq_len), weights) for tokens, weights in self.given)
         self.interpolate = interpolate
         self.changes: tuple[Entry, ...] = ()
         self.now = 0
@@ -38,7 +47,7 @@ class Schedule:
         if numbers != sorted(set(numbers)) or numbers[0] < 0:
             raise ValueError(f"the entries of a schedule must begin at ascending numbers from 0 on, got {numbers}")
         for number, weights in self.entries:
-            check_weights(weights, f"weights from {number} on")
+            check_weights(weights, f"weights from {number} on" if number else "weights")
 
     @property
     def names(self) -> set[str]:
@@ -77,7 +86,7 @@ class Schedule:
     def state(self) -> dict[str, Any]:
         """Gives what a state holds of it: what was given, and what was set since."""
         return {
-            "entries": [(number, dict(weights)) for number, weights in self.entries],
+            "entries": [(tokens, dict(weights)) for tokens, weights in self.given],
             "interpolate": self.interpolate,
             "changes": [(number, dict(weights)) for number, weights in self.changes],
         }
@@ -85,15 +94,15 @@ class Schedule:
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Takes over what was set in the run, unless it was given other weights since."""
         same = state is not None and (
-            (self.interpolate, [*self.entries])
-            == (state["interpolate"], [(number, dict(weights)) for number, weights in state["entries"]])
+            (self.interpolate, [*self.given])
+            == (state["interpolate"], [(tokens, dict(weights)) for tokens, weights in state["entries"]])
         )
         self.changes = ()
         if state is not None and same:
             self.changes = tuple((number, dict(weights)) for number, weights in state["changes"])
 
     def __repr__(self) -> str:
-        return f"Schedule({list(self.entries)}, interpolate={self.interpolate})"
+        return f"Schedule({list(self.given)}, interpolate={self.interpolate})"
 
 
 def shares(weights: Mapping[str, float]) -> dict[str, float]:

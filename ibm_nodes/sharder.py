@@ -39,6 +39,12 @@ class Sharder(Node[T]):
             is part of the state.
         filler: item that a shard which has ended yields at its turns; None passes it over.
         skip: half-open ranges [begin, end) of sample numbers to leave out, the same on all ranks; whole global batches.
+        max_items: items of the global stream after which all ranks end; a multiple of the global batch size, or the
+            last batches of the ranks differ. May be another at resume.
+
+    Attributes:
+        goes_on: yield filler also after all shards of the rank have ended; ``EndTogether`` sets it.
+        num_items, num_filler: items handed out since the node was built, and how many of them were filler.
 
     Raises:
         ValueError: if world_size does not divide num_shards, rank is not below world_size, or a range is empty; while
@@ -58,6 +64,7 @@ class Sharder(Node[T]):
         schedule: Schedule | None = None,
         filler: T | None = None,
         skip: Iterable[tuple[int, int]] = (),
+        max_items: int | None = None,
     ) -> None:
         super().__init__()
         if num_shards < 1 or world_size < 1:
@@ -77,6 +84,9 @@ class Sharder(Node[T]):
         self.schedule = schedule
         self.filler = filler
         self.skip = merge_ranges(skip)
+        self.max_items = max_items
+        self.goes_on = False
+        self.num_items = self.num_filler = 0
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
@@ -130,29 +140,46 @@ class Sharder(Node[T]):
 
     def _draw(self) -> T:
         turn = self._next
-        while len(self._ended) < len(self._taken):
+        while not self.all_ended:
             shard = turn % self.num_shards
             if self._turns[shard] * self.num_shards + shard > turn or (shard in self._ended and self.filler is None):
                 turn += self.world_size
                 continue
-            if shard in self._ended:
-                item = self.filler
-            else:
+            if shard not in self._ended:
                 self._prepare(shard)
                 if self.schedule is not None:
                     self.schedule.now = turn
                 self._moved.add(shard)  # also if it fails: it may have moved within
                 try:
-                    item = next(self._graphs[shard])
+                    item: T = next(self._graphs[shard])
                 except StopIteration:
                     self._ended.add(shard)
                     continue
-            self._turns[shard] += 1
-            self._moved.add(shard)
-            self._next = turn + self.world_size
-            self._position += self.world_size
-            return item  # type: ignore[return-value]  # a filler that is used is not None
-        raise StopIteration
+                self._count(turn)
+                return item
+            return self._fill(turn)
+        if not self.goes_on:
+            raise StopIteration
+        return self._fill(turn)
+
+    @property
+    def all_ended(self) -> bool:
+        """Whether no shard of this rank has an item left, as far as is known."""
+        return len(self._ended) == len(self._taken) or (self.max_items is not None and self._next >= self.max_items)
+
+    def _fill(self, turn: int) -> T:
+        assert self.filler is not None
+        self._count(turn)
+        self.num_filler += 1
+        return self.filler
+
+    def _count(self, turn: int) -> None:
+        shard = turn % self.num_shards
+        self._turns[shard] += 1
+        self._moved.add(shard)
+        self._next = turn + self.world_size
+        self._position += self.world_size
+        self.num_items += 1
 
     def _is_left_out(self, number: int) -> bool:
         while self._to_skip and self._to_skip[0][1] <= number:

@@ -13,7 +13,8 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
     """Gives what the loader has handed out on this rank since the run began, as plain numbers.
 
     Returns:
-        A dict of ``position`` (samples handed out on all ranks), ``waited_seconds`` (of the consumer, for the loader),
+        A dict of ``position`` (samples handed out on all ranks), ``filler`` (share of filler in what this rank drew
+        since it was built), ``waited_seconds`` (of the consumer, for the loader),
         ``store`` (of the whole process: requests, bytes, seconds in requests, seconds that nodes waited for blocks) and
         ``datasets``: for each name tokens and documents drawn, ``share`` of all tokens, ``weight``, ``passes`` over the
         data, and ``skipped``, documents without tokens. Tokens that wait in buffers count as drawn.
@@ -22,6 +23,8 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
     shards = list(state.get(SHARDS_KEY, {0: state}).values())
     return {
         "position": state.get("position"),
+        "filler": sum(getattr(node, "num_filler", 0) for node in _chain(loader.root))
+        / max(1, sum(getattr(node, "num_items", 0) for node in _chain(loader.root))),
         "waited_seconds": sum(getattr(node, "waited_seconds", 0.0) for node in _chain(loader.root)),
         "store": {
             "requests": counters.requests,
@@ -45,8 +48,8 @@ def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict
             entry["tokens"] += tokens
             entry["documents"] += mixer["documents"][name]
             entry["weight"] = mixer["weights"].get(name, 0) / total
-    for reader in (found for shard in shards for found in _find(shard, "passes")):
-        entry = datasets.setdefault(reader["settings"]["name"], {"passes": 0, "skipped": 0})
+    for name, reader in (found for shard in shards for found in _readers(shard)):
+        entry = datasets.setdefault(name or reader["settings"]["name"], {"passes": 0, "skipped": 0})
         entry["passes"] += reader["passes"] * (num_shards if reader["whole"] else 1) / num_owned
         entry["skipped"] += reader["skipped"]
     drawn = sum(entry.get("tokens", 0) for entry in datasets.values())
@@ -54,6 +57,14 @@ def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict
         if drawn and "tokens" in entry:
             entry["share"] = entry["tokens"] / drawn
     return datasets
+
+
+def _readers(shard: State) -> Iterator[tuple[str, State]]:
+    """Gives the states of readers by the name that a mixer has for each; "" without a mixer."""
+    mixed = [(name, source) for mixer in _find(shard, "credits") for name, source in mixer["sources"].items()]
+    for name, source in mixed or [("", shard)]:
+        for reader in _find(source, "passes"):
+            yield name, reader
 
 
 def _find(state: Any, key: str) -> Iterator[State]:

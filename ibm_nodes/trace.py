@@ -130,7 +130,7 @@ def documents(sample: Sample, *, to_text: ToText | None = None) -> list[dict[str
             "dataset": name,
             "url": url,
             "row": row,
-            "place": describe_row(row),
+            "place": describe_row(row, url),
             "begin": max(0, offset),
             "end": offset + stop - start,
             "bos": offset < 0,

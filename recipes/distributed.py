@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ibm_nodes import Loader, checkpoint
+from ibm_nodes import Listing, Loader, checkpoint, list_dataset
 
 T = TypeVar("T")
 
@@ -125,3 +125,15 @@ def check_agreement(settings: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name} must be the same on all ranks: rank 0 and ranks {others[:8]} were given different ones"
             )
+
+
+def list_all(datasets: Mapping[str, str], storage_options: Mapping[str, Any] | None) -> dict[str, Listing]:
+    """Lists what is under the prefix of each dataset.
+
+    Raises:
+        ValueError: if there is no dataset.
+        FileNotFoundError, PermissionError, ConnectionError: if one cannot be listed.
+    """
+    if not datasets:
+        raise ValueError("datasets must not be empty")
+    return {name: list_dataset(url, storage_options=storage_options) for name, url in datasets.items()}

@@ -19,11 +19,11 @@ from ibm_nodes import (
     Prefetcher,
     Reader,
     Sample,
+    Schedule,
     Sharder,
     Shuffler,
-    list_dataset,
 )
-from ibm_nodes.recipes.distributed import check_agreement, data_parallel, from_rank_zero
+from ibm_nodes.recipes.distributed import check_agreement, data_parallel, from_rank_zero, list_all
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ MEMORY_SHARE = 0.25
 def pretrain(
     datasets: Mapping[str, str],
     *,
-    weights: Mapping[str, float],
+    weights: Mapping[str, float] | Schedule,
     seq_len: int,
     eos_id: int,
     global_batch_size: int,
@@ -48,6 +48,11 @@ def pretrain(
     skip: Sequence[tuple[int, int]] = (),
     seed: int = 0,
     column: str = "tokens",
+    holdout: float = 0.0,
+    epochs: Mapping[str, int] | None = None,
+    max_dataset_tokens: Mapping[str, int] | None = None,
+    max_tokens: int | None = None,
+    renamed: Mapping[str, str] | None = None,
     buffer_size: int = 16,
     prefetch_factor: int = 4,
     shift_labels: bool = False,
@@ -60,11 +65,12 @@ def pretrain(
     """Streams a weighted mix of tokenized datasets as packed, shuffled batches, the same at every world size.
 
     The datasets are listed here, by rank 0 where torch.distributed is up; nothing else is read before the first
-    batch. Batches are ``{"input_ids", "labels"}``, int64 of shape [batch, seq_len], and go on for ever.
+    batch. Batches are ``{"input_ids", "labels"}``, int64 of shape [batch, seq_len], and go on for ever, unless
+    ``max_tokens`` or ``epochs`` of all datasets end them.
 
     Args:
         datasets: prefix of Arrow or Parquet files by name; the order of data depends on the names, not on the prefixes.
-        weights: share of tokens by name; any sum.
+        weights: share of tokens by name; any sum. A ``Schedule`` has them change with the tokens of the run.
         seq_len: tokens in a sample.
         eos_id: id that closes a document.
         global_batch_size: samples in an optimizer step, on all data-parallel ranks together.
@@ -78,6 +84,14 @@ def pretrain(
             loss spike. Ranges that lie behind may be taken out.
         seed: of the order of documents, the mix and the shuffle.
         column: the column of token ids.
+        holdout: share of the documents that is left out, for the recipe ``validation`` to read.
+        epochs: by name, passes after which a dataset has ended; the others then share its weight.
+        max_dataset_tokens: by name, tokens after which a dataset has ended, give or take a document in each logical
+            shard; the others then share its weight.
+        max_tokens: tokens, in whole global batches, after which the run ends, on the same step on all ranks; what is
+            skipped counts.
+        renamed: for a dataset that has another name than in the checkpoints, the name that it has there; its order of
+            documents, and the name that they carry, stay.
         buffer_size: samples that each logical shard chooses from.
         prefetch_factor: batches that are ready ahead of the consumer.
         shift_labels: False for models that shift inside, as Hugging Face's do; True: the label is the next token.
@@ -95,27 +109,49 @@ def pretrain(
     batch_size = _batch_size(global_batch_size, micro_batch_size, world_size)
     if num_shards is None:
         num_shards = -(-MIN_SHARDS // global_batch_size) * global_batch_size
-    listings = from_rank_zero(functools.partial(_list_all, datasets, storage_options))
+    listings = from_rank_zero(functools.partial(list_all, datasets, storage_options))
+    given = weights if isinstance(weights, Schedule) else Schedule([(0, weights)])
+    schedule = Schedule(given.given, interpolate=given.interpolate, seq_len=seq_len)  # its clock is this loader's own
     graph = functools.partial(
         pretrain_graph,
         listings=listings,
-        weights=weights,
+        weights=schedule,
         seq_len=seq_len,
         eos_id=eos_id,
         bos_id=bos_id,
         vocab_size=vocab_size,
         seed=seed,
         column=column,
+        holdout=holdout,
+        epochs=dict(epochs or {}),
+        max_dataset_tokens=dict(max_dataset_tokens or {}),
+        renamed=dict(renamed or {}),
         buffer_size=buffer_size,
     )
+    for what, names in (("epochs", epochs), ("max_dataset_tokens", max_dataset_tokens), ("renamed", renamed)):
+        if unknown := sorted(set(names or ()) - set(datasets)):
+            raise ValueError(f"{what} must be for the datasets {sorted(datasets)}, got {unknown} too")
+    if max_tokens is not None and max_tokens < seq_len * global_batch_size:
+        raise ValueError(f"max_tokens must be at least a global batch, {seq_len * global_batch_size}, got {max_tokens}")
     graph(0, num_shards)  # checks the arguments of all nodes; touches no data
     for name, token in (("eos_id", eos_id), ("bos_id", bos_id)):
         if vocab_size is not None and token is not None and token >= vocab_size:
             raise ValueError(f"{name} must be below vocab_size={vocab_size}, got {token}: the model could not embed it")
-    settings = {"datasets": {name: listing.digest for name, listing in listings.items()}, "weights": dict(weights)}
+    settings: dict[str, Any] = {
+        "datasets": {name: listing.digest for name, listing in listings.items()},
+        "weights": repr(schedule),
+    }
     settings |= {key: value for key, value in graph.keywords.items() if key not in ("listings", "weights")}
     settings |= {"num_shards": num_shards, "global_batch_size": global_batch_size, "world_size": world_size}
-    sharder = Sharder(graph, num_shards=num_shards, rank=rank, world_size=world_size, skip=skip)
+    sharder = Sharder(
+        graph,
+        num_shards=num_shards,
+        rank=rank,
+        world_size=world_size,
+        schedule=schedule,
+        skip=skip,
+        max_items=None if max_tokens is None else max_tokens // seq_len // global_batch_size * global_batch_size,
+    )
     check_agreement(settings | {"skip": sharder.skip})
     _check_whole_batches(sharder.skip, global_batch_size)
     _warn_of_memory(listings, num_shards, world_size, global_batch_size, seq_len * buffer_size)
@@ -129,38 +165,39 @@ def pretrain_graph(
     num_shards: int,
     *,
     listings: Mapping[str, Listing],
-    weights: Mapping[str, float],
+    weights: Schedule,
     seq_len: int,
     eos_id: int,
     bos_id: int | None,
     vocab_size: int | None,
     seed: int,
     column: str,
+    holdout: float,
+    epochs: Mapping[str, int],
+    max_dataset_tokens: Mapping[str, int],
+    renamed: Mapping[str, str],
     buffer_size: int,
 ) -> BaseNode[Sample]:
     """Builds the graph of one logical shard."""
     sources = {
         name: Reader(
             listing.url,
-            name=name,
+            name=renamed.get(name, name),
             shard=shard,
             num_shards=num_shards,
             seed=seed,
             column=column,
+            epochs=epochs.get(name),
             vocab_size=vocab_size,
+            holdout=holdout,
             listing=listing,
         )
         for name, listing in listings.items()
     }
-    mixer = Mixer(sources, weights=weights, seed=(seed, shard))
+    limits = {name: -(-tokens // num_shards) for name, tokens in max_dataset_tokens.items()}
+    mixer = Mixer(sources, weights=weights, seed=(seed, shard), max_tokens=limits, renamed=renamed)
     packer = Packer(mixer, seq_len=seq_len, eos_id=eos_id, bos_id=bos_id)
     return Shuffler(packer, buffer_size=buffer_size, seed=(seed, shard))
-
-
-def _list_all(datasets: Mapping[str, str], storage_options: Mapping[str, Any] | None) -> dict[str, Listing]:
-    if not datasets:
-        raise ValueError("datasets must not be empty")
-    return {name: list_dataset(url, storage_options=storage_options) for name, url in datasets.items()}
 
 
 def _batch_size(global_batch_size: int, micro_batch_size: int | None, world_size: int) -> int:

@@ -8,10 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ibm_nodes.formats import ArrowFile, ParquetFile
-from ibm_nodes.formats.arrow import BLOCK_BYTES
-from ibm_nodes.formats.parquet import PART_BYTES, WINDOW_BYTES
-from ibm_nodes.listing import Listing, list_objects
+from ibm_nodes.formats.arrow import BLOCK_BYTES, ArrowFile
+from ibm_nodes.formats.parquet import PART_BYTES, WINDOW_BYTES, ParquetFile
+from ibm_nodes.listing import Listing, StoredObject, list_objects
 
 MIB = 1 << 20
 ORDINARY = pa.default_memory_pool()
@@ -34,7 +33,7 @@ def opened(path, data, form):
     listed = list_objects(f"file://{path}")
     listing = Watched(listed.url, listed.objects)
     listing.ranges = []
-    return OPENERS[form](listing, listing.objects[0], "tokens"), listing.ranges
+    return OPENERS[form](StoredObject(listing, listing.objects[0]), "tokens"), listing.ranges
 
 
 def rows_of(lists):

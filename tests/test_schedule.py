@@ -9,7 +9,8 @@ import corpora
 import pytest
 from sources import stored
 from test_elastic import interleaved
-from test_mixer import Lengths, check_shares, lognormal
+from test_mixer import NUM_SHARDS as MANY_SHARDS
+from test_mixer import RARE, Lengths, check_batches, check_shares, lengths_by_dataset, lognormal
 
 from ibm_nodes import (
     Batcher,
@@ -111,6 +112,23 @@ def test_after_each_of_twenty_changes_shares_are_within_four_documents(seed):
         schedule.add(number, weights)
         schedule.now = number
         check_shares(node, weights, longest, 2000, within=4)
+
+
+def test_shares_of_every_global_batch_over_240_shards_hold_after_each_of_several_changes():
+    """Two global batches after it: in each logical shard a dataset may lag by two documents."""
+    lengths = lengths_by_dataset("lognormal")
+    schedule = Schedule([(0, dict.fromkeys(RARE, 1))])
+    nodes = [
+        Mixer(
+            {name: Lengths(name, lengths[name], start=997 * shard) for name in RARE}, weights=schedule, seed=(0, shard)
+        )
+        for shard in range(MANY_SHARDS)
+    ]
+    for number, shares in enumerate([(0.94, 0.05, 0.01), (0.01, 0.94, 0.05), (0.4, 0.3, 0.3)], 1):
+        weights = dict(zip(RARE, shares, strict=True))
+        schedule.add(number, weights)
+        schedule.now = number
+        check_batches(nodes, weights, lengths, 30, settled=2)
 
 
 def test_a_change_from_even_to_nine_to_one_makes_no_longer_run_than_nine_to_one():
@@ -229,6 +247,33 @@ def test_they_survive_saves_straight_after_a_change_and_other_world_sizes(settin
     stream, state = run([(rng.choice([1, 2, 3, 4, 6, 8]), count) for count in steps], CHANGES, **settings)
     assert stream == reference[0]
     assert [at for at, _ in state["schedule"]["changes"]] == [(step + PREFETCH + 2) * BATCH for step in CHANGES]
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 6), (8, 1, 6, 2)])
+def test_datasets_that_come_and_go_and_come_back_give_the_same_stream_at_every_world_size(urls, sizes):
+    mixes = [
+        {"web": 0.5, "code": 0.5},
+        {"web": 0.2, "books": 0.8},
+        {"code": 0.3, "books": 0.7},
+        {"web": 0.6, "code": 0.3, "books": 0.1},
+    ]
+
+    def through(world_sizes):
+        stream, state = [], None
+        for step, (world_size, weights) in enumerate(zip(world_sizes, mixes, strict=True)):
+            chosen = {name: urls[name] for name in weights}
+            ranks = [build(rank, world_size, chosen, [(0, weights)], False) for rank in range(world_size)]
+            for loader in ranks if state else ():
+                loader.load_state_dict(state)
+            iterators = [iter(loader) for loader in ranks]
+            for number in range(4):
+                stream += interleaved([next(iterator) for iterator in iterators], (4 * step + number) * BATCH)
+            state = merge([stored(loader.state_dict()) for loader in ranks])
+            for loader in ranks:
+                loader.close()
+        return stream
+
+    assert through(sizes) == through((1, 1, 1, 1))
 
 
 def test_a_change_has_an_effect_and_only_from_its_sample_on(settings, reference):

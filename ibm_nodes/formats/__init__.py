@@ -1,7 +1,7 @@
 """File formats: an object's metadata to blocks, and a block to rows.
 
-A format is a class that fits ``ShardFile``. Blocks depend on the file alone, never on memory or on who reads, since the
-order of documents is built from them.
+A format is what opens an object and gives a ``ShardFile``; docs/formats.md has them all, and how to write one's own.
+Blocks depend on the file alone, never on memory or on who reads, since the order of documents is built from them.
 """
 
 from collections.abc import Sequence
@@ -9,21 +9,30 @@ from typing import Protocol
 
 import numpy as np
 
-from ibm_nodes.formats.arrow import ArrowFile
+from ibm_nodes.formats.arrow_stream import open_arrow
+from ibm_nodes.formats.jsonl import open_json_lines
 from ibm_nodes.formats.lists import Lists
+from ibm_nodes.formats.mds import open_mds
+from ibm_nodes.formats.megatron import MegatronFile
 from ibm_nodes.formats.parquet import ParquetFile
-from ibm_nodes.listing import Listing, list_objects
-from ibm_nodes.storage import Object, Options
+from ibm_nodes.formats.tar import open_tar
+from ibm_nodes.listing import Listing, StoredObject, list_objects
+from ibm_nodes.storage import Options
 
 
 class ShardFile(Protocol):
-    """An opened file of a dataset.
+    """An opened file of a dataset: blocks of rows.
 
     Attributes:
+        splittable: whether any block can be read without those before it. If not, the file is not divided by its bytes:
+            the logical shards that share it all read it, and deal the rows of each block out among themselves.
         spans: where the blocks begin in the file, in bytes, ascending, the first 0; then the file's size.
         groups: for each block, the number of its group, ascending: groups are visited in a random order, the blocks of
-            one group in file order.
+            one group in file order. All 0 if the file is not splittable.
     """
+
+    @property
+    def splittable(self) -> bool: ...
 
     spans: np.ndarray
     groups: np.ndarray
@@ -33,51 +42,75 @@ class ShardFile(Protocol):
         ...
 
     def read(self, block: int) -> Lists:
-        """Reads a block."""
+        """Reads a block; threads may call it at the same time.
+
+        Raises:
+            ValueError: if it cannot be decoded.
+            OSError: if it cannot be read.
+        """
         ...
 
 
 class Opener(Protocol):
-    """A class whose instances are files of a format."""
+    """What opens the files of a format: a class of them, or a function."""
 
-    def __call__(self, listing: Listing, item: Object, column: str) -> ShardFile:
-        """Reads the metadata of an object."""
+    def __call__(self, file: StoredObject, column: str, /) -> ShardFile:
+        """Reads the metadata of an object.
+
+        Raises:
+            ValueError: if it is not of the format, or is damaged.
+            LookupError, TypeError: if it has no such column, or not one of integer lists.
+        """
         ...
 
 
+Format = str | Opener | None
+"""A format's name, what opens its files, or None to tell by the ending."""
+
 FORMATS: dict[str, tuple[Opener, tuple[str, ...]]] = {
-    "arrow": (ArrowFile, (".arrow", ".feather", ".ipc")),
+    "arrow": (open_arrow, (".arrow", ".feather", ".ipc", ".arrows")),
     "parquet": (ParquetFile, (".parquet", ".pq")),
+    "jsonl": (
+        open_json_lines,
+        (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst", ".json.gz", ".json.zst"),
+    ),
+    "megatron": (MegatronFile, (".bin",)),
+    "mds": (open_mds, (".mds", ".mds.gz", ".mds.zstd", ".mds.zst")),
+    "webdataset": (open_tar, (".tar", ".tar.gz", ".tgz", ".tar.zst")),
 }
 
 
-def suffixes(format: str | None) -> tuple[str, ...]:
-    """Gives the endings of a format's files, or of all formats' for None.
+def suffixes(format: Format) -> tuple[str, ...]:
+    """Gives the endings of a format's files, or of all formats' for None; all files are of a format of one's own.
 
     Raises:
         LookupError: if there is no such format.
     """
     if format is None:
         return tuple(suffix for _, endings in FORMATS.values() for suffix in endings)
+    if not isinstance(format, str):
+        return ("",)
     if format not in FORMATS:
         raise LookupError(f"no format {format!r}: give one of {', '.join(FORMATS)}, or None to tell by the ending")
     return FORMATS[format][1]
 
 
-def opener(key: str, format: str | None) -> Opener:
+def opener(key: str, format: Format) -> Opener:
     """Gives what opens an object, by format or by its key's ending."""
+    if format is not None and not isinstance(format, str):
+        return format
     for name, (opens, endings) in FORMATS.items():
         if format == name or (format is None and key.lower().endswith(endings)):
             return opens
     raise LookupError(f"no format for {key!r}: give format, one of {', '.join(FORMATS)}")
 
 
-def list_dataset(url: str, *, format: str | None = None, storage_options: Options = None) -> Listing:
+def list_dataset(url: str, *, format: Format = None, storage_options: Options = None) -> Listing:
     """Lists the data files under a prefix, for ``Reader(listing=...)`` and for a look at what is there.
 
     Args:
         url: prefix, or one file.
-        format: "arrow" or "parquet"; None takes both.
+        format: as in ``Reader``; None takes all formats.
         storage_options: fsspec's options for the store.
 
     Raises:
@@ -87,4 +120,4 @@ def list_dataset(url: str, *, format: str | None = None, storage_options: Option
     return list_objects(url, storage_options, suffixes(format))
 
 
-__all__: Sequence[str] = ["FORMATS", "Lists", "Opener", "ShardFile", "list_dataset", "opener", "suffixes"]
+__all__: Sequence[str] = ["FORMATS", "Format", "Lists", "Opener", "ShardFile", "list_dataset", "opener", "suffixes"]

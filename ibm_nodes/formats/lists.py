@@ -1,5 +1,6 @@
 """Lists: rows of integers, taken out of Arrow arrays whatever their layout."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,18 +11,47 @@ LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_l
 VIEW_TYPES = (pa.types.is_list_view, pa.types.is_large_list_view)
 
 
+LINES = tuple(f".{form}{codec}" for form in ("jsonl", "ndjson", "json") for codec in ("", ".gz", ".zst"))
+"""Endings of files whose rows are counted in bytes."""
+
+
 @dataclass(frozen=True, eq=False)
 class Lists:
     """Rows of integers: number i is ``values[begins[i]:ends[i]]``, empty where it was null.
 
-    ``rows`` says where each stands in its file: its row, or, in a format that does not count rows ahead of reading,
-    2**32 * record batch + row in it.
+    ``rows`` says where each stands in its file: its row, or what else is stable there and known without reading the
+    rows before it (docs/formats.md says what, for each format).
     """
 
     values: np.ndarray
     begins: np.ndarray
     ends: np.ndarray
     rows: np.ndarray
+
+    @classmethod
+    def of(cls, arrays: Sequence[np.ndarray], rows: Sequence[int] | np.ndarray) -> "Lists":
+        """Puts one array of integers for each row end to end.
+
+        Args:
+            arrays: one-dimensional arrays of any integer types.
+            rows: where each stands in its file.
+
+        Raises:
+            ValueError: naming the row, if an array has another shape or type, or an id above 2**63 - 1.
+        """
+        for array, row in zip(arrays, rows, strict=True):
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                raise ValueError(
+                    f"token ids must be integers in one dimension, got {array.dtype} of {array.shape} in row {row}"
+                )
+        ends = np.cumsum([0, *(len(array) for array in arrays)])
+        kinds = {array.dtype for array in arrays if len(array)}
+        kind = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
+        if kinds and any(int(array.max()) >= 1 << 63 for array in arrays if len(array) and array.dtype == np.uint64):
+            raise ValueError(f"token ids must be below {1 << 63}: is it the right column and vocabulary?")
+        parts = [array.astype(kind.newbyteorder("="), copy=False) for array in arrays if len(array)]
+        values = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return cls(values, ends[:-1], ends[1:], np.array(rows, np.int64))
 
 
 def is_list_of_integers(kind: pa.DataType) -> bool:
@@ -84,19 +114,28 @@ def join(parts: list[Lists]) -> Lists:
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        none = np.empty(0, np.int64)
-        return Lists(none, none, none, none)
+        return Lists.of([], [])
     shifts = np.cumsum([0, *(len(part.values) for part in parts)])
     return Lists(
-        np.concatenate([part.values for part in parts]),
+        _concatenate([part.values for part in parts]),
         np.concatenate([part.begins + shift for part, shift in zip(parts, shifts, strict=False)]),
         np.concatenate([part.ends + shift for part, shift in zip(parts, shifts, strict=False)]),
         np.concatenate([part.rows for part in parts]),
     )
 
 
-def check_ids(lists: Lists, vocab_size: int | None) -> Lists:
+def _concatenate(arrays: list[np.ndarray]) -> np.ndarray:
+    """Joins arrays; int64 and uint64 would become floats."""
+    return np.concatenate([array for array in arrays if len(array)] or arrays)
+
+
+def check_ids(lists: Lists, vocab_size: int | None, url: str) -> Lists:
     """Checks token ids, and gives them in the narrowest of uint16, int32 and int64 that holds all of them.
+
+    Args:
+        lists: the rows.
+        vocab_size: ids must be below it, if it is given.
+        url: the file, for messages.
 
     Raises:
         ValueError: naming the id and its row, if it is negative, not below vocab_size, or above 2**63 - 1.
@@ -108,7 +147,7 @@ def check_ids(lists: Lists, vocab_size: int | None) -> Lists:
         if begin < end:
             top = int(values[begin:end].view(f"u{values.dtype.itemsize}").max())  # a negative id is a huge one
             if top >= min(limit, 1 << (8 * values.dtype.itemsize - (values.dtype.kind == "i"))):
-                _check_each(lists, limit)
+                _check_each(lists, limit, url)
                 top = limit - 1  # what is out of range belongs to no row
     return replace(lists, values=_narrow(values, top))
 
@@ -121,7 +160,7 @@ def _narrow(values: np.ndarray, top: int) -> np.ndarray:
     return values.view(np.int32) if values.dtype.itemsize == np.dtype(np.int32).itemsize else values.astype(np.int32)
 
 
-def _check_each(lists: Lists, limit: int) -> None:
+def _check_each(lists: Lists, limit: int, url: str) -> None:
     for begin, end, row in zip(lists.begins.tolist(), lists.ends.tolist(), lists.rows.tolist(), strict=True):
         tokens = lists.values[begin:end]
         if not len(tokens):
@@ -129,14 +168,16 @@ def _check_each(lists: Lists, limit: int) -> None:
         for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < limit:
                 condition = "must not be negative" if token < 0 else f"must be below {limit}"
-                where = describe_row(row)
+                where = describe_row(row, url)
                 raise ValueError(
                     f"token ids {condition}, got {token} in {where}: is it the right column and vocabulary?"
                 )
 
 
-def describe_row(row: int) -> str:
-    """Puts a row number into words."""
+def describe_row(row: int, url: str) -> str:
+    """Puts the number of a row of a file into words."""
+    if url.lower().endswith(LINES):
+        return f"the line at byte {row}"
     batch, row_in_batch = divmod(row, ROWS_PER_BATCH)
     return f"row {row_in_batch} of record batch {batch}" if batch else f"row {row}"
 
@@ -157,5 +198,5 @@ def _check_nulls(values: pa.Array, begins: np.ndarray, ends: np.ndarray, column:
     before = np.concatenate([[0], np.cumsum(values.is_null().to_numpy(zero_copy_only=False))])
     rows = np.flatnonzero(before[ends] > before[begins])
     if len(rows):
-        where = describe_row(first_row + int(rows[0]))
+        where = describe_row(first_row + int(rows[0]), "")
         raise ValueError(f"column {column!r} has a null inside the list of {where}: a token id is missing")

@@ -17,9 +17,8 @@ import pyarrow.parquet as pq
 
 from ibm_nodes.formats.arrow import read_tail
 from ibm_nodes.formats.lists import Lists, check_column, join, to_lists
-from ibm_nodes.listing import Listing
+from ibm_nodes.listing import StoredObject
 from ibm_nodes.read_ahead import POLL_SECONDS, check_stopped
-from ibm_nodes.storage import Object
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
@@ -37,13 +36,14 @@ KEPT_DECODERS = 4
 class ParquetFile:
     """A Parquet file, of any codec and any size of row groups."""
 
-    def __init__(self, listing: Listing, item: Object, column: str) -> None:
-        self._listing = listing
-        self._item = item
+    splittable = True
+
+    def __init__(self, file: StoredObject, column: str) -> None:
+        self._file = file
         self._column = column
-        self._metadata = _metadata(listing, item)
+        self._metadata = _metadata(file)
         schema = self._metadata.schema.to_arrow_schema()
-        check_column(schema, column, item.url)
+        check_column(schema, column, file.url)
         self._leaf = [
             index
             for index in range(self._metadata.num_columns)
@@ -51,7 +51,7 @@ class ParquetFile:
         ][0]
         self._runs = list(self._find_runs())
         begins = [self._begin(run.groups[0]) for run in self._runs]
-        self.spans = np.array(_spans(self._runs, begins, item.size), np.int64)
+        self.spans = np.array(_spans(self._runs, begins, file.size), np.int64)
         self.groups = np.array([run.groups[0] for run in self._runs], np.int64)
         self._decoders: OrderedDict[tuple[int, int], Iterator[pa.RecordBatch]] = OrderedDict()
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class ParquetFile:
             batches.append(batch.slice(max(0, run.first - row)))
             row += len(batch)
             if row > run.last:
-                raise ValueError(f"{self._item.url}: row group {group} does not decode in the parts asked for")
+                raise ValueError(f"{self._file.url}: row group {group} does not decode in the parts asked for")
         self._decoders[group, run.last] = decoder
         while len(self._decoders) > KEPT_DECODERS:
             self._decoders.popitem(last=False)
@@ -141,14 +141,14 @@ class ParquetFile:
         wanted = sum(self._chunk(group)[1] - self._chunk(group)[0] for group in groups)
         whole = end - begin if end - begin < wanted * MAX_WASTE else 0  # 0: just what pyarrow asks for, a chunk each
         window = WINDOW_BYTES if buffer_size else whole
-        file = pa.PythonFile(_Window(self._listing, self._item, begin, end, window), mode="r")
+        file = pa.PythonFile(_Window(self._file, begin, end, window), mode="r")
         return pq.ParquetFile(file, metadata=self._metadata, pre_buffer=False, buffer_size=buffer_size)
 
     def _chunk(self, group: int) -> tuple[int, int]:
         chunk = self._metadata.row_group(group).column(self._leaf)
         begin = _chunk_begin(chunk)
-        if begin < 0 or begin + chunk.total_compressed_size > self._item.size:
-            raise ValueError(f"{self._item.url} has a damaged footer: row group {group} lies outside the file")
+        if begin < 0 or begin + chunk.total_compressed_size > self._file.size:
+            raise ValueError(f"{self._file.url} has a damaged footer: row group {group} lies outside the file")
         return begin, begin + chunk.total_compressed_size
 
     def _begin(self, group: int) -> int:
@@ -182,8 +182,8 @@ def _spans(runs: list[_Run], begins: list[int], size: int) -> list[int]:
 class _Window(io.RawIOBase):
     """A file object over a range of an object, fetched in windows and held one at a time."""
 
-    def __init__(self, listing: Listing, item: Object, begin: int, end: int, size: int) -> None:
-        self._listing, self._item = listing, item
+    def __init__(self, file: StoredObject, begin: int, end: int, size: int) -> None:
+        self._file = file
         self._begin, self._end, self._size = begin, end, size
         self._at, self._data, self._position = begin, b"", 0
 
@@ -194,19 +194,19 @@ class _Window(io.RawIOBase):
         return True
 
     def size(self) -> int:
-        return self._item.size
+        return self._file.size
 
     def tell(self) -> int:
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._item.size}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
         self._position = base + offset
         return self._position
 
     def read(self, size: int = -1) -> bytes | memoryview:
         begin = self._position
-        end = self._item.size if size < 0 else min(begin + size, self._item.size)
+        end = self._file.size if size < 0 else min(begin + size, self._file.size)
         if not self._at <= begin <= end <= self._at + len(self._data):
             self._fetch(begin, end)
         self._position = end
@@ -219,23 +219,23 @@ class _Window(io.RawIOBase):
             if self._at <= begin < self._at + len(self._data)
             else b""
         )
-        data = self._listing.read(self._item, begin + len(kept), until)
+        data = self._file.read(begin + len(kept), until)
         self._data, self._at = bytes(kept) + data if kept else bytes(data), begin
 
 
-def _metadata(listing: Listing, item: Object) -> pq.FileMetaData:
-    tail = read_tail(listing, item, TAIL_BYTES)
+def _metadata(file: StoredObject) -> pq.FileMetaData:
+    tail = read_tail(file, TAIL_BYTES)
     if not tail.endswith(MAGIC):
-        raise ValueError(f"{item.url} is not a Parquet file, or was cut off: it does not end with {MAGIC!r}")
+        raise ValueError(f"{file.url} is not a Parquet file, or was cut off: it does not end with {MAGIC!r}")
     needed = struct.unpack_from("<i", tail, len(tail) - 8)[0] + 8
-    if needed <= 8 or needed + len(MAGIC) > item.size:
-        raise ValueError(f"{item.url} has a damaged footer: it says that it is {needed - 8} bytes long")
+    if needed <= 8 or needed + len(MAGIC) > file.size:
+        raise ValueError(f"{file.url} has a damaged footer: it says that it is {needed - 8} bytes long")
     if needed > len(tail):
-        tail = listing.read(item, item.size - needed, item.size)
+        tail = file.read(file.size - needed, file.size)
     try:
         return pq.ParquetFile(pa.BufferReader(MAGIC + tail[-needed:])).metadata
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{item.url} has a damaged footer: {error}") from error
+        raise ValueError(f"{file.url} has a damaged footer: {error}") from error
 
 
 def _chunk_begin(chunk: pq.ColumnChunkMetaData) -> int:

@@ -1,0 +1,234 @@
+"""Record batches of an Arrow file or stream to rows, many small ones at a time.
+
+Where batches are as small as a document, pyarrow's cost of each (some 10 microseconds) is far above that of its data.
+Batches of one writer have metadata that differs in numbers only; those are decoded side by side with numpy. The others
+(compressed, with nulls, of another layout, damaged) go through pyarrow one by one.
+"""
+
+import itertools
+import struct
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from ibm_nodes.formats.flatbuffers import Table
+from ibm_nodes.formats.lists import ROWS_PER_BATCH, Lists, check_column, join, to_lists
+
+PLACE = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("padding", "<i4"), ("body", "<i8")])
+"""A record batch: where it begins, the bytes of its metadata with their prefix, and those of its body."""
+PREFIX_BYTES = 8
+CONTINUATION = b"\xff\xff\xff\xff"
+RECORD_BATCH = 3
+
+
+class BatchDecoder:
+    """Takes one column out of record batches.
+
+    A column of integer lists has a document in each row. In a column of integers each batch is a document.
+
+    Raises:
+        LookupError, TypeError: if there is no such column, or it holds something else.
+    """
+
+    def __init__(self, schema: pa.Schema, column: str, url: str) -> None:
+        self._schema, self._column = schema, column
+        if column not in schema.names or not pa.types.is_integer(schema.field(column).type):
+            check_column(schema, column, url)
+        self._index = schema.get_field_index(column)
+        self._plan = _plan(schema, self._index)
+
+    def decode(
+        self, data: bytes | bytearray, places: np.ndarray, numbers: np.ndarray, dictionaries: bytes = b""
+    ) -> Lists:
+        """Decodes batches.
+
+        Args:
+            data: bytes that hold them.
+            places: where each lies in the data.
+            numbers: the number of each in its file.
+            dictionaries: messages that have to be read before them.
+        """
+        if self._plan is None or dictionaries:
+            return join(self._each(data, places, numbers, dictionaries))
+        batches, easy = _side_by_side(data, places, self._plan)
+        if easy.all():
+            return self._plan.rows(data, batches, numbers)
+        parts, first = [], 0
+        for is_easy, run in itertools.groupby(easy.tolist()):
+            last = first + len(list(run))
+            if is_easy:
+                parts.append(self._plan.rows(data, batches[first:last], numbers[first:last]))
+            else:
+                parts += self._each(data, places[first:last], numbers[first:last], b"")
+            first = last
+        return join(parts)
+
+    def _each(
+        self, data: bytes | bytearray, places: np.ndarray, numbers: np.ndarray, dictionaries: bytes
+    ) -> list[Lists]:
+        stream = None
+        if dictionaries:
+            messages = [_message(data, place) for place in places]
+            stream = pa.ipc.open_stream(b"".join([self._schema.serialize(), dictionaries, *messages]))
+        parts = []
+        for place, number in zip(places, numbers.tolist(), strict=True):
+            try:
+                if stream is None:
+                    batch = pa.ipc.read_record_batch(pa.ipc.read_message(_message(data, place)), self._schema)
+                else:
+                    batch = stream.read_next_batch()
+            except (EOFError, StopIteration) as error:
+                raise ValueError(f"record batch {number} cannot be read: it is damaged") from error
+            parts.append(self._lists(batch.column(self._index), number * ROWS_PER_BATCH))
+        return parts
+
+    def _lists(self, array: pa.Array, row: int) -> Lists:
+        if not pa.types.is_integer(array.type):
+            return to_lists(array, self._column, row)
+        array.validate()
+        if array.null_count:
+            raise ValueError(f"column {self._column!r} has a null in record batch {row // ROWS_PER_BATCH}")
+        edge = np.array([0, len(array)])
+        return Lists(array.to_numpy(), edge[:1], edge[1:], np.array([row]))
+
+
+class _Plan(NamedTuple):
+    """Which of a batch's nodes and buffers are the column's."""
+
+    node: int
+    buffer: int
+    num_nodes: int
+    num_buffers: int
+    values: np.dtype
+    offsets: np.dtype | None  # None for a column of integers
+
+    def rows(self, data: bytes | bytearray, batches: np.ndarray, numbers: np.ndarray) -> Lists:
+        """Gives the rows of batches whose layout was checked."""
+        if self.offsets is None:
+            ends = np.cumsum(batches["length"])
+            return Lists(
+                self._values(data, batches, 0 * ends, batches["length"]),
+                ends - batches["length"],
+                ends,
+                numbers * ROWS_PER_BATCH,
+            )
+        counts = batches["length"]
+        firsts = np.cumsum(counts) - counts  # of each batch, the first of its rows among all
+        row = np.arange(counts.sum()) - np.repeat(firsts, counts)
+        offsets = np.frombuffer(data, self.offsets, len(data) // self.offsets.itemsize)
+        at = np.repeat(batches["offsets"] // self.offsets.itemsize, counts) + row
+        begins, ends = offsets[at].astype(np.int64), offsets[at + 1].astype(np.int64)
+        full = np.flatnonzero(counts)
+        low, high = np.zeros_like(counts), np.zeros_like(counts)
+        low[full], high[full] = begins[firsts[full]], ends[firsts[full] + counts[full] - 1]
+        if np.any(begins > ends) or np.any(low < 0) or np.any(high > batches["child"]):
+            raise ValueError("record batches have damaged offsets: a list ends before it begins or outside its values")
+        shift = np.repeat(np.cumsum(high - low) - high, counts)
+        number = np.repeat(numbers, counts)
+        return Lists(
+            self._values(data, batches, low, high), begins + shift, ends + shift, number * ROWS_PER_BATCH + row
+        )
+
+    def _values(self, data: bytes | bytearray, batches: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """Copies the values [low, high) of each batch out of the data, end to end."""
+        view, size = memoryview(data), self.values.itemsize
+        begins, ends = batches["values"] + size * low, batches["values"] + size * high
+        parts = [view[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        return np.frombuffer(b"".join(parts), self.values)
+
+
+EASY = np.dtype([("length", "<i8"), ("child", "<i8"), ("offsets", "<i8"), ("values", "<i8")])
+"""The column in a batch: its rows (or integers), the values below its lists, and where offsets and values begin."""
+
+
+def _side_by_side(data: bytes | bytearray, places: np.ndarray, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Reads the metadata of many batches at once, and tells for which that was possible."""
+    batches, easy = np.zeros(len(places), EASY), np.zeros(len(places), bool)
+    for size in np.unique(places["metadata"]).tolist():
+        which = np.flatnonzero(places["metadata"] == size)
+        first = int(places["offset"][which[0]])
+        template = bytes(data[first : first + size])
+        try:
+            numbers = _numbers(template, plan)
+        except (struct.error, IndexError):
+            numbers = None
+        if numbers is None:
+            continue
+        metadata = np.frombuffer(data, np.uint8)[places["offset"][which][:, None] + np.arange(size)]
+        fixed = np.ones(size, bool)
+        for position in numbers:
+            fixed[position : position + 8] = False
+        same = (metadata[:, fixed] == np.frombuffer(template, np.uint8)[fixed]).all(axis=1)
+        values = np.stack([metadata[:, at : at + 8].copy().view("<i8")[:, 0] for at in numbers])
+        batches[which], right = _column(values, places[which], plan)
+        easy[which] = same & right
+    return batches, easy
+
+
+def _numbers(template: bytes, plan: _Plan) -> list[int] | None:
+    """Gives where a record batch's metadata has the numbers that may differ, or None if it has another layout."""
+    message = Table.root(template, PREFIX_BYTES)
+    batch = message.table(2)
+    if template[:4] != CONTINUATION or message.integer(1, "B") != RECORD_BATCH or batch is None or batch.field(3):
+        return None
+    (nodes, num_nodes), (buffers, num_buffers) = batch.vector(1), batch.vector(2)
+    if (num_nodes, num_buffers) != (plan.num_nodes, plan.num_buffers) or not batch.field(0) or not message.field(3):
+        return None
+    positions = [batch.field(0), message.field(3)]
+    positions += [nodes + 8 * index for index in range(2 * num_nodes)]
+    positions += [buffers + 8 * index for index in range(2 * num_buffers)]
+    return positions if max(positions) + 8 <= len(template) else None
+
+
+def _column(values: np.ndarray, places: np.ndarray, plan: _Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Gives the column's part of the numbers, and whether they can be true."""
+    length, body = values[0], places["body"]
+    nodes, buffers = values[2 : 2 + 2 * plan.num_nodes], values[2 + 2 * plan.num_nodes :]
+    own, own_buffers = nodes[2 * plan.node :], buffers[2 * plan.buffer :]
+    right = (values[1] == body) & (length >= 0) & (own[0] == length) & (own[1] == 0)
+    batches = np.zeros(len(places), EASY)
+    batches["length"] = batches["child"] = length
+    begin, size = own_buffers[2], own_buffers[3]
+    if plan.offsets is not None:
+        batches["child"] = own[2]
+        width = plan.offsets.itemsize
+        right &= (own[2] >= 0) & (own[3] == 0) & (begin >= 0) & (size >= 0) & (begin + size <= body)
+        right &= (length == 0) | (width * (length + 1) <= size)
+        batches["offsets"] = places["offset"] + places["metadata"] + begin
+        right &= batches["offsets"] % width == 0
+        begin, size = own_buffers[6], own_buffers[7]
+    right &= (begin >= 0) & (size >= 0) & (begin + size <= body) & (plan.values.itemsize * batches["child"] <= size)
+    batches["values"] = places["offset"] + places["metadata"] + begin
+    return batches, right
+
+
+def _plan(schema: pa.Schema, index: int) -> _Plan | None:
+    kind = schema.field(index).type
+    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+    values = kind.value_type if is_list else kind
+    counts = [_count(field.type) for field in schema]
+    if not pa.types.is_integer(values) or None in counts:
+        return None
+    known = [count for count in counts if count is not None]
+    node, buffer = (sum(count[part] for count in known[:index]) for part in (0, 1))
+    total = sum(count[0] for count in known), sum(count[1] for count in known)
+    offsets = np.dtype("<i8" if pa.types.is_large_list(kind) else "<i4") if is_list else None
+    return _Plan(node, buffer, *total, np.dtype(values.to_pandas_dtype()), offsets)
+
+
+def _count(kind: pa.DataType) -> tuple[int, int] | None:
+    """Gives how many nodes and buffers a column of a type has, or None where that is not simple."""
+    if pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_large_string(kind):
+        return 1, 3
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        below = _count(kind.value_type)
+        return below and (1 + below[0], 2 + below[1])
+    if pa.types.is_primitive(kind):  # numbers, bool, times
+        return 1, 2
+    return None
+
+
+def _message(data: bytes | bytearray, place: np.void) -> memoryview:
+    begin = int(place["offset"])
+    return memoryview(data)[begin : begin + int(place["metadata"]) + int(place["body"])]
