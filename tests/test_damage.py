@@ -120,7 +120,7 @@ def test_a_file_of_something_else_is_an_error_that_names_it(tmp_path, name):
 
 
 def test_noise_gives_documents_or_an_error_that_names_the_file_and_never_a_crash(tmp_path):
-    spoil_in_a_process(f"file://{tmp_path}/", 20)
+    spoil_in_a_process(f"file://{tmp_path}/", 10)
 
 
 @pytest.mark.slow
