@@ -200,12 +200,12 @@ def _facts(report: Report) -> dict[str, str]:
         "world sizes that work": ", ".join(sizes) or "none",
         "memory of a rank": f"~{memory} at world size {report['world_size']}, beside Python and torch",
     }
-    again = {name: entry["resume_bytes"] for name, entry in report["datasets"].items() if entry["resume_bytes"]}
-    if again:
-        facts["resuming reads again"] = ", ".join(f"up to {size(most)} of {name}" for name, most in again.items())
     if report["num_tokens"] and report["global_batch_size"] and report["seq_len"]:
         steps = report["num_tokens"] / (report["global_batch_size"] * report["seq_len"])
         facts["steps"] = f"{steps:,.0f} for {count(report['num_tokens'])} tokens"
+    again = {name: entry["resume_bytes"] for name, entry in report["datasets"].items() if entry["resume_bytes"]}
+    if again:
+        facts["resuming reads again"] = ", ".join(f"up to {size(most)} of {name}" for name, most in again.items())
     return facts
 
 
