@@ -1,6 +1,8 @@
 """Composable ``torchdata.nodes`` that stream training data from object storage, the same at any world size."""
 
-from ibm_nodes.batcher import Batcher, CausalLMCollator
+from ibm_nodes.attention import document_ids, flex_block_mask
+from ibm_nodes.batcher import Batcher
+from ibm_nodes.collator import CausalLMCollator
 from ibm_nodes.formats import list_dataset
 from ibm_nodes.items import Document, Place, Sample
 from ibm_nodes.listing import Listing
@@ -8,6 +10,7 @@ from ibm_nodes.loader import Loader
 from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
 from ibm_nodes.prefetcher import Prefetcher
+from ibm_nodes.prompt_masker import PromptMasker
 from ibm_nodes.reader import Reader
 from ibm_nodes.recipe import list_recipes, load_recipe
 from ibm_nodes.sharder import Sharder
@@ -24,10 +27,13 @@ __all__ = [
     "Packer",
     "Place",
     "Prefetcher",
+    "PromptMasker",
     "Reader",
     "Sample",
     "Sharder",
     "Shuffler",
+    "document_ids",
+    "flex_block_mask",
     "list_dataset",
     "list_recipes",
     "load_recipe",

@@ -39,8 +39,9 @@ class Sample(NamedTuple):
     """One training sequence.
 
     Attributes:
-        tokens: one-dimensional array of token ids, of the widest type of its documents. Do not write to it: the
-            buffer of a shuffle may still be saving it.
+        tokens: one-dimensional array of token ids, of the widest type of its documents, or fewer than a full sample
+            has. Do not write to it: the buffer of a shuffle may still be saving it. A token that is not to be learned
+            is negative, its complement ``~token`` (see ``PromptMasker``).
         starts: positions in ``tokens`` at which the documents begin, ascending, the first one 0.
         documents: for each start, the place of that document (or of the rest of it).
     """
@@ -48,6 +49,14 @@ class Sample(NamedTuple):
     tokens: np.ndarray
     starts: tuple[int, ...] = (0,)
     documents: tuple[Place, ...] = ()
+
+
+def masked_in(tokens: np.ndarray) -> np.ndarray | None:
+    """Says which tokens stand as their complements, or None where none does."""
+    if tokens.dtype.kind != "i" or not len(tokens) or tokens.min() >= 0:
+        return None
+    masked: np.ndarray = tokens < 0
+    return masked
 
 
 def freeze(item: Any) -> Any:

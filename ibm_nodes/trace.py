@@ -4,12 +4,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from torchdata.nodes import BaseNode, Loader
 
 from ibm_nodes.checkpoint import Saved, list_saved
 from ibm_nodes.formats.lists import describe_row
 from ibm_nodes.inspect_checkpoint import newest, read_ranks
-from ibm_nodes.items import Sample
+from ibm_nodes.items import Sample, masked_in
 from ibm_nodes.listing import ListingSession
 from ibm_nodes.settings import derive_lineage, describe, differences, find_sharder
 from ibm_nodes.sharder import NUM_AHEAD, Sharder
@@ -118,8 +119,10 @@ def documents(sample: Sample, *, text: bool = False) -> list[dict[str, Any]]:
         row in words), the token range in the document [``begin``, ``end``), in which an EOS put after it counts,
         whether a BOS was put before it (``bos``), and its ``text`` if asked for.
     """
-    found = []
-    ends = [*sample.starts[1:], len(sample.tokens)]
+    found, tokens = [], sample.tokens
+    if (masked := masked_in(tokens)) is not None:
+        tokens = np.where(masked, ~tokens, tokens)
+    ends = [*sample.starts[1:], len(tokens)]
     for start, stop, (name, url, row, offset) in zip(sample.starts, ends, sample.documents, strict=True):
         entry = {
             "at": start,
@@ -131,7 +134,7 @@ def documents(sample: Sample, *, text: bool = False) -> list[dict[str, Any]]:
             "end": offset + stop - start,
             "bos": offset < 0,
         }
-        found.append(entry | ({"text": to_text(sample.tokens[start:stop].tolist())} if text else {}))
+        found.append(entry | ({"text": to_text(tokens[start:stop].tolist())} if text else {}))
     return found
 
 
