@@ -228,7 +228,16 @@ def _options(parameter: inspect.Parameter) -> dict[str, Any] | None:
             if value is Any:
                 return {"action": "append", "type": _option, "metavar": "KEY=VALUE"}
             return {"action": "append", "type": _pair(value), "metavar": f"NAME={'URL' if value is str else 'X'}"}
+        if kind == Sequence[int]:
+            return {"type": _numbers, "metavar": "N,N"}
     return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from None
 
 
 def _alternatives(annotation: Any) -> Sequence[Any]:

@@ -15,8 +15,8 @@ from ibm_nodes.tail import Run, Tail, Waiting, runs_in, runs_of
 Strategy = Literal["concat", "pad", "best_fit"]
 Overflow = Literal["split", "truncate", "drop"]
 COUNTS = ("documents", "truncated", "dropped", "tokens", "padding")
-"""What is counted: documents without the empty ones; of these the ones that were cut and those left out; tokens in
-samples; and tokens that these lack to be full.
+"""What is counted: documents without the empty ones; of these how many were truncated to the length of a sample or cut
+by the end of one, and how many dropped; tokens in samples; and tokens that these lack to be full.
 """
 
 
@@ -44,7 +44,7 @@ class Packer(Node[Sample]):
         strategy: "concat", "pad" or "best_fit".
         overflow: what becomes of a document that is longer than ``seq_len`` with its marks. "split": all of it comes,
             in several samples; "truncate": its first ``seq_len`` tokens, without an EOS after them; "drop": nothing.
-        num_open: for best_fit, samples that are open at a time.
+        num_open: for best_fit, samples that are open at a time: more of them pad less, and take memory.
         drop_last: leave out the last sample of finite data if it is not full.
 
     Raises:

@@ -172,9 +172,9 @@ def runs_in(sample: Sample) -> Iterator[Run]:
 
 
 def _without_padding(tokens: np.ndarray, pad_id: int) -> np.ndarray:
-    if not len(tokens) or tokens.item(-1) != pad_id:
+    if not len(tokens) or tokens.item(-1) not in (pad_id, ~pad_id):
         return tokens
-    kept = np.flatnonzero(tokens != pad_id)
+    kept = np.flatnonzero((tokens != pad_id) & (tokens != ~pad_id))
     return tokens[: kept[-1] + 1 if len(kept) else 0]
 
 

@@ -12,6 +12,7 @@ from torchdata.nodes import BaseNode
 from ibm_nodes import (
     Batcher,
     CausalLMCollator,
+    Document,
     Listing,
     Loader,
     Mixer,
@@ -88,14 +89,8 @@ def pretrain(
         ValueError: if something does not divide or is out of range.
         FileNotFoundError, PermissionError, ConnectionError: if a dataset cannot be listed.
     """
-    rank, world_size = data_parallel(rank, world_size, mesh)
-    batch_size = _batch_size(global_batch_size, micro_batch_size, world_size)
-    if num_shards is None:
-        num_shards = -(-MIN_SHARDS // global_batch_size) * global_batch_size
-    listings = from_rank_zero(functools.partial(_list_all, datasets, storage_options))
     graph = functools.partial(
         pretrain_graph,
-        listings=listings,
         weights=weights,
         seq_len=seq_len,
         eos_id=eos_id,
@@ -105,19 +100,20 @@ def pretrain(
         column=column,
         buffer_size=buffer_size,
     )
-    graph(0, num_shards)  # checks the arguments of all nodes; touches no data
-    for name, token in (("eos_id", eos_id), ("bos_id", bos_id)):
-        if vocab_size is not None and token is not None and token >= vocab_size:
-            raise ValueError(f"{name} must be below vocab_size={vocab_size}, got {token}: the model could not embed it")
-    settings = {"datasets": {name: listing.digest for name, listing in listings.items()}, "weights": dict(weights)}
-    settings |= {key: value for key, value in graph.keywords.items() if key not in ("listings", "weights")}
-    check_agreement(
-        settings | {"num_shards": num_shards, "global_batch_size": global_batch_size, "world_size": world_size}
+    return build_loader(
+        datasets,
+        graph,
+        CausalLMCollator(shift_labels=shift_labels),
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
+        num_shards=num_shards,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
+        storage_options=storage_options,
+        rank=rank,
+        world_size=world_size,
+        mesh=mesh,
     )
-    _warn_of_memory(listings, num_shards, world_size, global_batch_size, seq_len * buffer_size)
-    node: BaseNode[Any] = Sharder(graph, num_shards=num_shards, rank=rank, world_size=world_size)
-    node = Batcher(node, batch_size=batch_size, collate=CausalLMCollator(shift_labels=shift_labels))
-    return Loader(Prefetcher(node, prefetch_factor=prefetch_factor, pin_memory=pin_memory))
 
 
 def pretrain_graph(
@@ -135,6 +131,22 @@ def pretrain_graph(
     buffer_size: int,
 ) -> BaseNode[Sample]:
     """Builds the graph of one logical shard."""
+    mixer = mix(shard, num_shards, listings, weights=weights, vocab_size=vocab_size, seed=seed, column=column)
+    packer = Packer(mixer, seq_len=seq_len, eos_id=eos_id, bos_id=bos_id)
+    return Shuffler(packer, buffer_size=buffer_size, seed=(seed, shard))
+
+
+def mix(
+    shard: int,
+    num_shards: int,
+    listings: Mapping[str, Listing],
+    *,
+    weights: Mapping[str, float],
+    vocab_size: int | None,
+    seed: int,
+    column: str,
+) -> Mixer[Document]:
+    """Builds what reads and mixes the documents of one logical shard."""
     sources = {
         name: Reader(
             listing.url,
@@ -148,9 +160,63 @@ def pretrain_graph(
         )
         for name, listing in listings.items()
     }
-    mixer = Mixer(sources, weights=weights, seed=(seed, shard))
-    packer = Packer(mixer, seq_len=seq_len, eos_id=eos_id, bos_id=bos_id)
-    return Shuffler(packer, buffer_size=buffer_size, seed=(seed, shard))
+    return Mixer(sources, weights=weights, seed=(seed, shard))
+
+
+def build_loader(
+    datasets: Mapping[str, str],
+    graph: "functools.partial[BaseNode[Sample]]",
+    collate: CausalLMCollator,
+    *,
+    global_batch_size: int,
+    micro_batch_size: int | None,
+    num_shards: int | None,
+    prefetch_factor: int,
+    pin_memory: bool | None,
+    storage_options: Mapping[str, Any] | None,
+    rank: int | None,
+    world_size: int | None,
+    mesh: DeviceMesh | None,
+) -> Loader[Any]:
+    """Builds the loader of a graph; what is not described here is as for ``pretrain``.
+
+    Args:
+        datasets: prefix by name.
+        graph: partial of a function that builds the graph of one logical shard; it is given ``listings`` too. All
+            ranks must have given it the same.
+        collate: makes a batch of samples.
+        global_batch_size: samples in an optimizer step.
+        micro_batch_size: samples in a batch, or None.
+        num_shards: number of logical shards, or None.
+        prefetch_factor: batches that are ready ahead.
+        pin_memory: page-locked batches, or None.
+        storage_options: fsspec's options for the store.
+        rank: data-parallel rank, or None.
+        world_size: number of data-parallel ranks, or None.
+        mesh: device mesh, or None.
+    """
+    rank, world_size = data_parallel(rank, world_size, mesh)
+    batch_size = _batch_size(global_batch_size, micro_batch_size, world_size)
+    if num_shards is None:
+        num_shards = -(-MIN_SHARDS // global_batch_size) * global_batch_size
+    listings = from_rank_zero(functools.partial(_list_all, datasets, storage_options))
+    given = graph.keywords
+    graph = functools.partial(graph, listings=listings)
+    graph(0, num_shards)  # checks the arguments of all nodes; touches no data
+    vocab_size = given["vocab_size"]
+    for name, token in ((name, given.get(name)) for name in ("eos_id", "bos_id", "pad_id")):
+        if vocab_size is not None and token is not None and token >= vocab_size:
+            raise ValueError(f"{name} must be below vocab_size={vocab_size}, got {token}: the model could not embed it")
+    settings = {"datasets": {name: listing.digest for name, listing in listings.items()}}
+    settings |= given | {"weights": dict(given["weights"])}
+    check_agreement(
+        settings | {"num_shards": num_shards, "global_batch_size": global_batch_size, "world_size": world_size}
+    )
+    buffered_tokens = given["seq_len"] * (given["buffer_size"] + given.get("num_open", 0))
+    _warn_of_memory(listings, num_shards, world_size, global_batch_size, buffered_tokens)
+    node: BaseNode[Any] = Sharder(graph, num_shards=num_shards, rank=rank, world_size=world_size)
+    node = Batcher(node, batch_size=batch_size, collate=collate)
+    return Loader(Prefetcher(node, prefetch_factor=prefetch_factor, pin_memory=pin_memory))
 
 
 def _list_all(datasets: Mapping[str, str], storage_options: Mapping[str, Any] | None) -> dict[str, Listing]:
