@@ -1,5 +1,6 @@
 """A program that tests of FSDP run as real gloo ranks: one process a rank, one group of them a phase."""
 
+import collections
 import hashlib
 import json
 import os
@@ -88,7 +89,7 @@ def run_train(phase, options):
 
     def stopped():
         steps_begun.append(None)
-        return last is not None and len(steps_begun) >= last
+        return last is not None and len(steps_begun) >= last and dist.get_rank() == dist.get_world_size() - 1
 
     model = build_model(phase.get("model", "tiny"))
     log_file = phase["log_file"]
@@ -153,8 +154,10 @@ def run_micro(phase, options):
         keeper = Keeper(model)
         size = len(ids) // micro_steps
         batches = iter({"input_ids": i, "labels": j} for i, j in zip(ids.split(size), labels.split(size), strict=True))
-        found = train_step(objective, keeper, batches, micro_steps=micro_steps, max_norm=1e9)
-        result[str(micro_steps)] = [found.loss.item(), found.norm.item()]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            found = train_step(objective, keeper, batches, micro_steps=micro_steps, max_norm=1e9)
+        calls = collections.Counter(event.name for event in profile.events() if event.name.startswith("c10d::"))
+        result[str(micro_steps)] = [found.loss.item(), found.norm.item(), calls]
         if rank == 0:
             torch.save(keeper.kept, f"{phase['folder']}/{micro_steps}.pt")
     return result

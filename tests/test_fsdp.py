@@ -262,6 +262,24 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(said, folde
             torch.testing.assert_close(kept[name].view(parameter.shape), parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("strategy", ["full", "hybrid"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_micro_steps_reduce_no_gradient_across_nodes(said, engine, strategy):
+    for rank in said[f"micro {engine} {strategy}"]:
+        calls = {micro_steps: rank[str(micro_steps)][2] for micro_steps in (1, 2, 4)}
+        gathers = "c10d::allgather_" if engine == "fsdp1" else "c10d::_allgather_base_"
+        for micro_steps in (2, 4):
+            more = {
+                name: count - calls[1][name] for name, count in calls[micro_steps].items() if count != calls[1][name]
+            }
+            # Four blocks and the root are gathered in the forward, the blocks again in the backward.
+            expected = {gathers: 9 * (micro_steps - 1)}
+            if (engine, strategy) == ("fsdp2", "hybrid"):
+                expected["c10d::_reduce_scatter_base_"] = 5 * (micro_steps - 1)  # within the node
+            assert more == expected
+        assert calls[1]["c10d::_reduce_scatter_base_"] == 5
+
+
 def test_says_what_does_not_fit(said):
     blocks = "there are Embedding, Linear, LlamaBlock, ModuleList, RMSNorm"
     assert said["wrong class"][0]["error"] == (
