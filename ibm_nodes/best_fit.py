@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from ibm_nodes.tail import Run, runs_in
 
 SERIAL_BITS = 40
 """Samples are sorted by the number (room << SERIAL_BITS) + serial number: the fullest first, of those the oldest."""
+FULL = 1 << SERIAL_BITS
 Taken = tuple[np.ndarray, int, tuple[int, ...], tuple[Place, ...]]
 """An open sample: an array, how many of its tokens are set, where its documents begin, and their places."""
 
@@ -54,26 +55,27 @@ class BestFit:
 
     def next(self) -> Sample | None:
         """Packs what waits until a sample is done; None if nothing waits any more."""
-        waiting, keys, seq_len = self.waiting, self._keys, self._seq_len
+        waiting, keys, samples, seq_len = self.waiting, self._keys, self._open, self._seq_len
         while waiting:
             pieces, length, place = waiting[0]
             if length >= seq_len and (self._num_open > 1 or not keys):
                 return self._split()
-            at = bisect_left(keys, length << SERIAL_BITS)
+            needed = length << SERIAL_BITS
+            at = bisect_left(keys, needed)
             if at < len(keys):
                 key = keys.pop(at)
-                opened = self._open.pop(key)
-            elif len(keys) < self._num_open:
+                opened = samples.pop(key)
+            elif at < self._num_open:
                 opened, key = self._new()
             else:
                 return self.pop()
             opened.add(pieces, place)
             waiting.popleft()
-            key -= length << SERIAL_BITS
-            if key < 1 << SERIAL_BITS:
+            key -= needed
+            if key < FULL:
                 return opened.sample()
             insort(keys, key)
-            self._open[key] = opened
+            samples[key] = opened
         return None
 
     def pop(self) -> Sample:
@@ -82,7 +84,7 @@ class BestFit:
 
     def snapshot(self) -> tuple[Taken, ...]:
         """Gives the open samples, the oldest first; what is set in their arrays does not change any more."""
-        by_age = sorted(self._keys, key=lambda key: key & (1 << SERIAL_BITS) - 1)
+        by_age = sorted(self._keys, key=lambda key: key % FULL)
         return tuple([self._open[key].snapshot() for key in by_age])
 
     def _new(self) -> tuple["_Open", int]:
@@ -114,18 +116,19 @@ class _Open:
         self._places: list[Place] = []
         self._taken: Taken | None = None
 
-    def add(self, pieces: list[np.ndarray], place: Place) -> None:
-        self._starts.append(self._length)
+    def add(self, pieces: Sequence[np.ndarray], place: Place) -> None:
+        array, begin = self._array, self._length
+        self._starts.append(begin)
         self._places.append(place)
-        self._taken = None
+        if array is None:
+            array = np.empty(self._size, pieces[0].dtype)
         for tokens in pieces:
-            array, begin = self._array, self._length
-            if array is None:
-                array = self._array = np.empty(self._size, tokens.dtype)
-            elif array.dtype != tokens.dtype:
-                array = self._array = array.astype(np.promote_types(array.dtype, tokens.dtype), copy=False)
-            self._length = end = begin + len(tokens)
+            if tokens.dtype != array.dtype:
+                array = array.astype(np.promote_types(array.dtype, tokens.dtype), copy=False)
+            end = begin + len(tokens)
             array[begin:end] = tokens
+            begin = end
+        self._array, self._length, self._taken = array, begin, None
 
     def snapshot(self) -> Taken:
         if self._taken is None:

@@ -96,7 +96,7 @@ class CausalLMCollator:
         masks: list[tuple[int, np.ndarray]] = []
         for number, (row, sample, length) in enumerate(zip(ids, samples, lengths, strict=True)):
             tokens = sample.tokens[:length]
-            if (masked := masked_in(tokens)) is not None:
+            if tokens.dtype.kind == "i" and (masked := masked_in(tokens)) is not None:
                 masks.append((number, masked))
                 tokens = np.where(masked, ~tokens, tokens)
             row[:length] = tokens

@@ -122,9 +122,10 @@ class Packer(Node[Sample]):
 
     def next(self) -> Sample:
         sample = self._concat() if self.strategy == "concat" else self._whole()
-        length = len(sample.tokens)
-        self._counts["tokens"] += length
-        self._counts["padding"] += self.seq_len - length
+        counts, length = self._counts, len(sample.tokens)
+        counts["tokens"] += length
+        if length < self.seq_len:
+            counts["padding"] += self.seq_len - length
         return sample
 
     def snapshot(self) -> Snapshot:

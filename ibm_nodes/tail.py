@@ -7,7 +7,7 @@ import numpy as np
 
 from ibm_nodes.items import Document, Place, Sample
 
-Run = tuple[list[np.ndarray], int, Place]
+Run = tuple[Sequence[np.ndarray], int, Place]
 """The tokens of a document, or of a part of one, in arrays end to end; their number; and the place of the first."""
 Waiting = tuple[tuple[np.ndarray, ...], tuple[int, ...], tuple[Place, ...], int]
 """Arrays end to end, where in them each document begins, the documents' places, and the number of tokens."""
@@ -48,14 +48,13 @@ class Tail:
         """Adds documents; those without a token leave no trace."""
         pieces, starts, places, end = self._pieces, self._starts, self._places, self.length
         (bos_id, bos), (eos_id, eos, masked_eos) = self._opening, self._marks
-        pad_id, limit, before = self._pad_id, self._limit, len(starts)
-        for tokens, url, row, name, _ in documents:
-            if pad_id is not None:
-                tokens = _without_padding(tokens, pad_id)
+        limit, before = self._limit, len(starts)
+        stripped = documents if self._pad_id is None else _without_padding(documents, self._pad_id)
+        for tokens, url, row, name, _ in stripped:
             length = len(tokens)
             if not length:
                 continue
-            offset = 0
+            begin, offset = end, 0
             starts.append(end)
             if bos is not None and tokens.item(0) not in (bos_id, ~bos_id):  # type: ignore[operator]
                 pieces.append(bos)
@@ -64,11 +63,15 @@ class Tail:
             pieces.append(tokens)
             end += length
             last = tokens.item(-1)
-            if (last != eos_id and last != ~eos_id) or (length == 1 and bos_id == eos_id):
-                pieces.append(eos if last >= 0 else masked_eos)
-                end += 1
+            if last != eos_id or (length == 1 and bos_id == eos_id):
+                if last >= 0:
+                    pieces.append(eos)
+                    end += 1
+                elif last != ~eos_id:
+                    pieces.append(masked_eos)
+                    end += 1
             places.append((name, url, row, offset))
-            if end - starts[-1] > limit:
+            if end - begin > limit:
                 end = self._shorten(end)
         self._counts["documents"] += len(starts) - before
         self.length = end
@@ -155,11 +158,12 @@ def runs_of(waiting: tuple[Sequence[np.ndarray], Sequence[int], Sequence[Place],
     pieces, starts, places, length = waiting
     runs, first, last = [], 0, 0
     for start, end, place in zip(starts, [*starts, length][1:], places, strict=True):
-        size = end - start
-        while size > 0:
+        size = end - start - len(pieces[last])
+        last += 1
+        while size:
             size -= len(pieces[last])
             last += 1
-        runs.append((list(pieces[first:last]), end - start, place))
+        runs.append((pieces[first:last], end - start, place))
         first = last
     return runs
 
@@ -171,11 +175,15 @@ def runs_in(sample: Sample) -> Iterator[Run]:
         yield [sample.tokens[start:end]], end - start, place
 
 
-def _without_padding(tokens: np.ndarray, pad_id: int) -> np.ndarray:
-    if not len(tokens) or tokens.item(-1) not in (pad_id, ~pad_id):
-        return tokens
-    kept = np.flatnonzero((tokens != pad_id) & (tokens != ~pad_id))
-    return tokens[: kept[-1] + 1 if len(kept) else 0]
+def _without_padding(documents: list[Document], pad_id: int) -> Iterator[Document]:
+    """Takes off the padding that documents end with."""
+    for document in documents:
+        tokens = document.tokens
+        if len(tokens) and tokens.item(-1) in (pad_id, ~pad_id):
+            kept = np.flatnonzero((tokens != pad_id) & (tokens != ~pad_id))
+            yield document._replace(tokens=tokens[: kept[-1] + 1 if len(kept) else 0])
+        else:
+            yield document
 
 
 def _one_token(token: int) -> np.ndarray:
