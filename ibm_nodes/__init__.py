@@ -2,10 +2,12 @@
 
 from ibm_nodes.batcher import Batcher, CausalLMCollator
 from ibm_nodes.end_together import EndTogether
+from ibm_nodes.filter import Filter
 from ibm_nodes.formats import Lists, ShardFile, list_dataset
 from ibm_nodes.items import Document, Place, Sample, filler
 from ibm_nodes.listing import Listing, StoredObject
 from ibm_nodes.loader import Loader
+from ibm_nodes.mapper import Mapper
 from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
 from ibm_nodes.prefetcher import Prefetcher
@@ -22,9 +24,11 @@ __all__ = [
     "CausalLMCollator",
     "Document",
     "EndTogether",
+    "Filter",
     "Listing",
     "Lists",
     "Loader",
+    "Mapper",
     "Mixer",
     "Packer",
     "Place",

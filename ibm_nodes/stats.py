@@ -17,7 +17,8 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
         since it was built), ``waited_seconds`` (of the consumer, for the loader),
         ``store`` (of the whole process: requests, bytes, seconds in requests, seconds that nodes waited for blocks) and
         ``datasets``: for each name tokens and documents drawn, ``share`` of all tokens, ``weight``, ``passes`` over the
-        data, and ``skipped``, documents without tokens. Tokens that wait in buffers count as drawn.
+        data, ``skipped``, documents without tokens, and ``dropped`` documents and ``dropped_tokens`` if a ``Filter``
+        dropped any. Tokens that wait in buffers count as drawn.
     """
     state = loader.state_dict()
     shards = list(state.get(SHARDS_KEY, {0: state}).values())
@@ -52,6 +53,11 @@ def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict
         entry = datasets.setdefault(name or reader["settings"]["name"], {"passes": 0, "skipped": 0})
         entry["passes"] += reader["passes"] * (num_shards if reader["whole"] else 1) / num_owned
         entry["skipped"] += reader["skipped"]
+    for dropped in (found["dropped"] for shard in shards for found in _find(shard, "dropped")):
+        for name, (documents, tokens) in dropped.items():
+            entry = datasets.setdefault(name, {})
+            entry["dropped"] = entry.get("dropped", 0) + documents
+            entry["dropped_tokens"] = entry.get("dropped_tokens", 0) + tokens
     drawn = sum(entry.get("tokens", 0) for entry in datasets.values())
     for entry in datasets.values():
         if drawn and "tokens" in entry:
