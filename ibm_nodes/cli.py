@@ -1,4 +1,4 @@
-"""The command line: ``ibm-nodes recipes``, ``run NAME``, ``trace NAME``, ``checkpoint show`` and ``verify``.
+"""The command line: ``ibm-nodes recipes``, ``run``, ``train`` and ``trace NAME``, ``checkpoint``, ``plan``, ...
 
 Longer than other modules, since all commands share one treatment of bad input, signals and exit codes; what they do and
 print lies in modules of its own.
@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from typing import Any, NoReturn
 
 import torch
@@ -37,6 +37,11 @@ ERRORS = (ValueError, LookupError, TypeError, OSError, ImportError)
 """What bad input and a store that fails raise; anything else is a fault of ours, and keeps its traceback."""
 INTERRUPTED = 130
 DIGEST_BYTES = 8
+BESIDE_RECIPES = {
+    "plan": "say whether a model fits a cluster, and its traffic hides: ibm-nodes plan [flags]",
+    "manifest": "write the manifest of a training run on Kubernetes: ibm-nodes manifest [flags]",
+}
+"""Commands that parse all that follows them."""
 
 say = functools.partial(print, flush=True)
 
@@ -88,19 +93,41 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     run.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags")
     _add_trace(commands)
     _add_checkpoint(commands)
+    train = commands.add_parser(
+        "train",
+        help="train a model on a recipe's data: ibm-nodes train NAME [flags]",
+        description="Trains a model on this process; on many: torchrun -m ibm_nodes.recipes.train NAME [flags]",
+        epilog="The flags depend on the recipe: ibm-nodes train NAME --help",
+    )
+    train.add_argument("name", nargs="?", metavar="NAME", help="a recipe that gives a loader")
+    train.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags, and the trainer's")
+    for name, text in BESIDE_RECIPES.items():
+        commands.add_parser(name, help=text, add_help=False)
+    if argv and argv[0] in BESIDE_RECIPES:
+        return _load_command(argv[0])(argv[1:], say)
     hidden += flags.secrets_in(argv)
     namespace = parser.parse_args(argv)
     if namespace.command == "checkpoint":
         return _checkpoint(namespace, hidden)
-    if namespace.command in ("run", "trace"):
+    if namespace.command in ("run", "train", "trace"):
         if namespace.name is None:
             names = ", ".join(list_recipes())
             raise ValueError(f"{namespace.command} must be given the name of a recipe: there are {names}")
+        if namespace.command == "train":
+            return _load_command("train")([namespace.name, *namespace.flags], say)
         return (_run if namespace.command == "run" else _trace)(namespace.name, namespace.flags, hidden)
     if namespace.command == "recipes":
         return _recipes()
     parser.print_help()
     return 0
+
+
+def _load_command(name: str) -> Callable[[Sequence[str], Callable[[str], None]], int]:
+    """Gives a command that lies beside the recipes, which this module is not to import."""
+    for point in entry_points(group="ibm_nodes.commands", name=name):
+        command: Callable[[Sequence[str], Callable[[str], None]], int] = point.load()
+        return command
+    raise LookupError(f"no command {name!r}: ibm-nodes is not installed as a whole")
 
 
 def _add_trace(commands: Any) -> None:

@@ -9,13 +9,18 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 RUN = "run_"
 """What the names of the flags of every run begin with once they are parsed, to keep them from the recipe's."""
-SINGULAR = {"datasets": "data", "weights": "weight", "storage_options": "storage-option"}
+SINGULAR = {
+    "datasets": "data",
+    "weights": "weight",
+    "storage_options": "storage-option",
+    "model_options": "model-option",
+}
 """Flags that are given once for each entry of a mapping."""
 SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
 
@@ -104,6 +109,28 @@ def trace_parser(name: str, recipe: Callable[..., Any]) -> Parser:
     return made
 
 
+def command_parser(
+    prog: str, description: str, groups: Mapping[str, tuple[Callable[..., Any], Collection[str]]]
+) -> Parser:
+    """Gives the parser of a command that calls several functions, the flags of each in a group.
+
+    Args:
+        prog: what the user typed.
+        description: what the command does.
+        groups: by the title of their flags, functions and which arguments of theirs the command gives itself.
+
+    Raises:
+        TypeError: if two functions have an argument of the same name, or an argument cannot be a flag.
+    """
+    made = Parser(prog=prog, description=description.replace("%", "%%"))
+    for title, (function, left_out) in groups.items():
+        try:
+            _add_flags(made.add_argument_group(title), function, left_out)
+        except argparse.ArgumentError as error:
+            raise TypeError(f"an argument of the {title} is named as another one of {prog}: {error}") from error
+    return made
+
+
 def add_storage_options(parser: argparse.ArgumentParser) -> None:
     """Adds the flag for the options of a store to the parser of a command without a recipe."""
     parser.add_argument(
@@ -135,9 +162,11 @@ def _add_recipe(made: Parser, name: str, recipe: Callable[..., Any], command: st
         ) from error
 
 
-def _add_flags(parser: argparse.ArgumentParser, recipe: Callable[..., Any]) -> None:
+def _add_flags(parser: argparse._ActionsContainer, recipe: Callable[..., Any], left_out: Collection[str] = ()) -> None:
     described = _descriptions(inspect.getdoc(recipe) or "")
     for parameter in signature(recipe).parameters.values():
+        if parameter.name in left_out:
+            continue
         required = parameter.default is parameter.empty
         options = _options(parameter)
         if options is None:
@@ -155,13 +184,16 @@ def _add_flags(parser: argparse.ArgumentParser, recipe: Callable[..., Any]) -> N
         )
 
 
-def arguments(recipe: Callable[..., Any], namespace: argparse.Namespace) -> dict[str, Any]:
-    """Gives the recipe's arguments, as they were parsed.
+def arguments(
+    recipe: Callable[..., Any], namespace: argparse.Namespace, left_out: Collection[str] = ()
+) -> dict[str, Any]:
+    """Gives the recipe's arguments, as they were parsed, without those that are no flags.
 
     Raises:
         ValueError: if an entry of a mapping is given twice.
     """
-    given = {name: vars(namespace)[name] for name in signature(recipe).parameters if name in namespace}
+    names = [name for name in signature(recipe).parameters if name in namespace and name not in left_out]
+    given = {name: vars(namespace)[name] for name in names}
     for name, value in given.items():
         if isinstance(value, list):
             given[name] = _mapping(name, value)
@@ -227,8 +259,14 @@ def _options(parameter: inspect.Parameter) -> dict[str, Any] | None:
             value = typing.get_args(kind)[1]
             if value is Any:
                 return {"action": "append", "type": _option, "metavar": "KEY=VALUE"}
-            return {"action": "append", "type": _pair(value), "metavar": f"NAME={'URL' if value is str else 'X'}"}
+            return {"action": "append", "type": _pair(value), "metavar": f"NAME={_values(parameter, value)}"}
     return None
+
+
+def _values(parameter: inspect.Parameter, kind: type) -> str:
+    if kind is not str:
+        return "X"
+    return "URL" if parameter.name == "datasets" else "TEXT"
 
 
 def _alternatives(annotation: Any) -> Sequence[Any]:

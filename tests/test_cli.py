@@ -123,7 +123,7 @@ def test_lists_the_recipes_with_what_they_return_and_their_first_line(ibm_nodes)
     lines = out.splitlines()
     assert [line.split()[0] for line in lines] == list_recipes()
     for line, name in zip(lines, list_recipes(), strict=True):
-        assert line.split()[1] == "loader"
+        assert line.split()[1] == ("model" if name == "fsdp-ethernet" else "loader")
         assert line.endswith("  " + inspect.getdoc(load_recipe(name)).splitlines()[0])
 
 

@@ -75,6 +75,23 @@ def test_the_node_of_the_users_own_keeps_the_contracts(urls):
     assert all(len(document.tokens) >= 64 for document, _ in zip(names["one_shard"](0, 4), range(5), strict=False))
 
 
+def test_the_loop_of_the_page_on_weights_changes_them(urls):
+    code = (README.parent / "docs" / "mixing.md").read_text().split("```python\n")[1].split("```")[0]
+    code = code.replace("4096", "64").replace("1024", "8").replace("10**12", "2000").replace("50_000", "3")
+    datasets = {name: f"{urls['s3://corpora/']}{name}/" for name in ("web", "code")}
+    count = iter(range(6))
+
+    def train(batch):
+        if next(count) == 5:
+            raise Stop
+
+    names: dict[str, object] = {"datasets": datasets, "train": train}
+    with pytest.raises(Stop):
+        exec(compile(code, "mixing.md", "exec"), names)
+    with names["loader"] as loader:
+        assert loader.state_dict()["schedule"]["changes"] == [(103 * 8, {"web": 0.5, "code": 0.5})]
+
+
 def test_every_file_that_is_named_exists():
     for page in (README, *DOCS, README.parent / "CONTRIBUTING.md"):
         for name in re.findall(r"`((?:tests|benchmarks|docs|recipes)/[\w/.-]+\w)`", page.read_text()):

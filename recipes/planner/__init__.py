@@ -1,0 +1,1 @@
+"""What ``plan`` computes with: a model's shape, and its memory, traffic and time on a cluster."""
