@@ -18,6 +18,7 @@ from ibm_nodes.settings import set_weights
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.shuffler import Shuffler
 from ibm_nodes.stats import stats
+from ibm_nodes.tokenizer import Tokenizer
 
 __all__ = [
     "Batcher",
@@ -40,6 +41,7 @@ __all__ = [
     "Sharder",
     "Shuffler",
     "StoredObject",
+    "Tokenizer",
     "filler",
     "list_dataset",
     "list_recipes",

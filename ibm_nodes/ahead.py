@@ -1,13 +1,17 @@
 """Items that were drawn from a source before they are due."""
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
+from ibm_nodes.items import origin_of
 from ibm_nodes.node import Snapshot, draw, snapshot
 
 T = TypeVar("T")
+
+MAX_PASSES = 8
 
 AheadState = tuple[Snapshot, int]
 """The source's state before the items, and how many of them were taken."""
@@ -60,3 +64,40 @@ class Ahead(Generic[T]):
             assert self._before is not None
             return self._before, self._taken
         return snapshot(self._source), self._skip
+
+
+class Barren:
+    """Notices that an endless source gives nothing that could be handed out: it would be read for ever.
+
+    Args:
+        what: what happened, for the message.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._epochs: dict[str, tuple[int, int]] = {}
+
+    def clear(self) -> None:
+        """Begins anew, as something was handed out."""
+        if self._epochs:
+            self._epochs = {}
+
+    def add(self, items: Iterable[Any]) -> None:
+        """Takes note of items that were not handed out.
+
+        Raises:
+            ValueError: if nothing was of any dataset, in ``MAX_PASSES`` passes.
+        """
+        for item in items:
+            origin = origin_of(item)
+            if origin is None:
+                return
+            first, _ = self._epochs.get(origin.name, (origin.epoch, 0))
+            self._epochs[origin.name] = first, origin.epoch
+        if all(last - first > MAX_PASSES for first, last in self._epochs.values()):
+            names = ", ".join(map(repr, sorted(self._epochs)))
+            self.clear()
+            raise ValueError(
+                f"{self._what} in {MAX_PASSES} passes over {names} in this logical shard, which would go on for ever: "
+                "keep more of the data, use fewer logical shards, or give Reader epochs"
+            )

@@ -7,15 +7,12 @@ from typing import TypeVar
 
 from torchdata.nodes import BaseNode
 
-from ibm_nodes.ahead import Ahead, AheadState
+from ibm_nodes.ahead import Ahead, AheadState, Barren
 from ibm_nodes.items import Origin, call, num_tokens_of, origin_of
 from ibm_nodes.node import Node, Snapshot, render
 from ibm_nodes.state import State, check_keys
 
 T = TypeVar("T")
-
-MAX_PASSES = 8
-"""An endless source of which nothing is kept for so many passes is an error: it would be read for ever."""
 
 
 class Filter(Node[T]):
@@ -44,7 +41,7 @@ class Filter(Node[T]):
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
         self._dropped: dict[str, tuple[int, int]] = {}
-        self._barren: dict[str, tuple[int, int]] = {}
+        self._barren = Barren("the predicate kept nothing")
         place = None
         if initial_state is not None:
             check_keys(self, initial_state, (self.DROPPED_KEY, self.TAKEN_KEY, self.SOURCE_KEY))
@@ -65,9 +62,9 @@ class Filter(Node[T]):
             self._ahead.take(len(items))
             kept = list(compress(items, wanted))
             if kept:
-                self._barren = {}
+                self._barren.clear()
                 return kept
-            self._check(items)
+            self._barren.add(items)
 
     def snapshot(self) -> Snapshot:
         return _state, (dict(self._dropped), self._ahead.snapshot())
@@ -76,22 +73,6 @@ class Filter(Node[T]):
         name = (origin_of(item) or Origin()).name
         documents, tokens = self._dropped.get(name, (0, 0))
         self._dropped[name] = documents + 1, tokens + num_tokens_of(item)
-
-    def _check(self, items: list[T]) -> None:
-        """Raises if nothing was kept of any dataset for too long."""
-        for item in items:
-            origin = origin_of(item)
-            if origin is None:
-                return
-            first, _ = self._barren.get(origin.name, (origin.epoch, 0))
-            self._barren[origin.name] = first, origin.epoch
-        if all(last - first > MAX_PASSES for first, last in self._barren.values()):
-            names = ", ".join(map(repr, sorted(self._barren)))
-            self._barren = {}
-            raise ValueError(
-                f"the predicate kept nothing in {MAX_PASSES} passes over {names} in this logical shard, which would go "
-                "on for ever: keep more, use fewer logical shards, or give Reader epochs"
-            )
 
 
 def _state(dropped: dict[str, tuple[int, int]], ahead: AheadState) -> State:

@@ -69,8 +69,10 @@ def _readers(shard: State) -> Iterator[tuple[str, State]]:
     """Gives the states of readers by the name that a mixer has for each; "" without a mixer."""
     mixed = [(name, source) for mixer in _find(shard, "credits") for name, source in mixer["sources"].items()]
     for name, source in mixed or [("", shard)]:
+        texts = sum(found["without_tokens"] for found in _find(source, "without_tokens"))
         for reader in _find(source, "passes"):
-            yield name, reader
+            yield name, {**reader, "skipped": reader["skipped"] + texts}
+            texts = 0
 
 
 def _find(state: Any, key: str) -> Iterator[State]:

@@ -61,6 +61,20 @@ def read(item: Object, start: int, end: int, storage_options: Options = None) ->
         counters.store_seconds += time.perf_counter() - began
 
 
+def read_whole(url: str, storage_options: Options = None) -> bytes:
+    """Reads one small object that was not listed.
+
+    Raises:
+        FileNotFoundError, PermissionError, ConnectionError, OSError: as the store says.
+    """
+    fs, path = _filesystem(url, storage_options)
+    if isinstance(fs, LocalFileSystem):
+        with open(path, "rb") as file:
+            return file.read()
+    data: bytes = _retried(lambda: _call(fs, "cat_file", path), url)
+    return data
+
+
 def write(url: str, data: bytes, storage_options: Options = None) -> None:
     """Writes an object whole or not at all: one PUT, or a temporary file, fsync and rename."""
     fs, path = _filesystem(url, storage_options)
