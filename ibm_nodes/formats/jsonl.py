@@ -8,12 +8,13 @@ at the beginning of the file (U+FEFF) are passed over.
 import json
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.json
 
-from ibm_nodes.formats.lists import Lists, to_lists
+from ibm_nodes.formats.lists import Columns, Lists, to_lists
 from ibm_nodes.formats.sequential import SequentialFile
 from ibm_nodes.listing import StoredObject
 
@@ -26,7 +27,7 @@ TOKENS = pa.list_(pa.int64())
 LARGEST_ID = (1 << 63) - 1
 
 
-def open_json_lines(file: StoredObject, column: str) -> "JSONLinesFile | SequentialFile":
+def open_json_lines(file: StoredObject, column: Columns) -> "JSONLinesFile | SequentialFile":
     """Opens a file of JSON lines, compressed or not as its ending says."""
     if file.key.lower().endswith((".gz", ".zst")):
         return SequentialFile(file, partial(LineDecoder, column, file.url))
@@ -38,7 +39,7 @@ class JSONLinesFile:
 
     splittable = True
 
-    def __init__(self, file: StoredObject, column: str) -> None:
+    def __init__(self, file: StoredObject, column: Columns) -> None:
         self._file, self._column = file, column
         self.spans = np.append(np.arange(0, file.size, BLOCK_BYTES), file.size)
         self.groups = np.arange(len(self.spans) - 1)
@@ -78,7 +79,7 @@ class JSONLinesFile:
 class LineDecoder:
     """Takes a column out of JSON lines that come in pieces."""
 
-    def __init__(self, column: str, url: str) -> None:
+    def __init__(self, column: Columns, url: str) -> None:
         self._column, self._url = column, url
         self._pieces: list[bytes] = []  # of the line that has not ended
         self._offset = 0
@@ -95,8 +96,10 @@ class LineDecoder:
         return to_rows(text, offset, self._column, self._url) if wanted else None
 
 
-def to_rows(text: bytes, offset: int, column: str, url: str) -> Lists:
-    """Takes lists of token ids out of whole lines, of which the first begins at ``offset``."""
+def to_rows(text: bytes, offset: int, column: Columns, url: str) -> Lists:
+    """Takes lists of token ids, or several columns, out of whole lines, of which the first begins at ``offset``."""
+    if isinstance(column, tuple):
+        return _to_dicts(text, offset, column, url)
     array, rows = parse(text, offset, column, TOKENS, url)
     lists = to_lists(array, column, 0)
     return Lists(lists.values, lists.begins, lists.ends, rows)
@@ -131,6 +134,14 @@ def parse(text: bytes, offset: int, column: str, kind: pa.DataType, url: str) ->
     return array, starts + offset
 
 
+def _to_dicts(text: bytes, offset: int, columns: tuple[str, ...], url: str) -> Lists:
+    if offset == 0 and text.startswith(MARK):
+        text = b" " * len(MARK) + text[len(MARK) :]
+    found = list(_objects(text, offset, url))
+    values = {column: [_value(row, column, place) for row, _, place in found] for column in columns}
+    return Lists.of_dicts(values, [offset + begin for _, begin, _ in found])
+
+
 def _parse_fast(text: bytes, column: str, kind: pa.DataType) -> pa.Array | None:
     """Parses with pyarrow, or gives None for whatever it does not like; it cannot tell null from a missing column."""
     if not text.strip():
@@ -154,6 +165,20 @@ def _has_nulls(array: pa.Array) -> bool:
 
 def _parse_lines(text: bytes, offset: int, column: str, kind: pa.DataType, url: str) -> Iterator[tuple[object, int]]:
     """Parses line by line, and yields values and where the lines begin in the text."""
+    for row, begin, place in _objects(text, offset, url):
+        value = _value(row, column, place)
+        _check(value, kind, column, place)
+        yield value, begin
+
+
+def _value(row: dict[str, Any], column: str, place: str) -> Any:
+    if column not in row:
+        raise LookupError(f"no column {column!r} in {place}: give column, one of {', '.join(map(repr, row))}")
+    return row[column]
+
+
+def _objects(text: bytes, offset: int, url: str) -> Iterator[tuple[dict[str, Any], int, str]]:
+    """Parses line by line, and yields the objects, where their lines begin in the text, and that in words."""
     begin = 0
     for line in text.split(b"\n"):
         if line.strip():
@@ -164,10 +189,7 @@ def _parse_lines(text: bytes, offset: int, column: str, kind: pa.DataType, url: 
                 raise ValueError(f"{place} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{place} is not a JSON object but {type(row).__name__}: give lines of objects")
-            if column not in row:
-                raise LookupError(f"no column {column!r} in {place}: give column, one of {', '.join(map(repr, row))}")
-            _check(row[column], kind, column, place)
-            yield row[column], begin
+            yield row, begin, place
         begin += len(line) + 1
 
 
