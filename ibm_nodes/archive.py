@@ -2,9 +2,12 @@
 
 import hashlib
 import io
+import json
 import math
 import pickle
+import struct
 import warnings
+import zlib
 from typing import Any
 
 import numpy as np
@@ -12,18 +15,21 @@ import torch
 
 FORMAT = "ibm_nodes checkpoint"
 VERSION = 1
-PACKED = "__packed__"
+SCALARS = frozenset({str, int, float, bool, type(None)})
+LENGTH = struct.Struct("<q")
 DAMAGE = (
-    AttributeError, EOFError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError,
-    pickle.UnpicklingError,
+    AssertionError, AttributeError, BufferError, EOFError, IndexError, KeyError, OSError, RuntimeError, TypeError,
+    ValueError, pickle.UnpicklingError,
 )  # fmt: skip
 """What damaged bytes may raise below ``torch.load``."""
 
 
 def encode(content: dict[str, Any]) -> bytes:
     """Gives the bytes of a file: plain data, with a version and a checksum."""
-    payload = _save(content)
-    return _save({"format": FORMAT, "version": VERSION, "checksum": _checksum(payload), "payload": _tensor(payload)})
+    payload = pack(content)
+    file = io.BytesIO()
+    torch.save({"format": FORMAT, "version": VERSION, "checksum": _checksum(payload), "payload": payload}, file)
+    return file.getvalue()
 
 
 def decode(data: bytes | bytearray, url: str) -> dict[str, Any]:
@@ -37,76 +43,112 @@ def decode(data: bytes | bytearray, url: str) -> dict[str, Any]:
         raise ValueError(f"{url} is not a checkpoint of a loader: give the URL that checkpoint.save was given")
     try:
         newer = outer["version"] > VERSION
-        checksum, payload = ("", b"") if newer else (outer["checksum"], outer["payload"].numpy().tobytes())
+        is_whole = newer or _checksum(outer["payload"]) == outer["checksum"]
     except DAMAGE as error:
         raise ValueError(f"{url} is damaged ({error!r}): load an older step") from error
     if newer:
         raise ValueError(
             f"{url} was written by a newer ibm_nodes (version {outer['version']}, this one reads {VERSION}): upgrade"
         )
-    if _checksum(payload) != checksum:
+    if not is_whole:
         raise ValueError(f"{url} is damaged (its checksum differs): load an older step")
-    return _load(payload, url)
+    try:
+        content: dict[str, Any] = unpack(outer["payload"])
+    except DAMAGE as error:
+        raise ValueError(f"{url} is no checkpoint of a loader ({error}): load an older step") from error
+    return content
 
 
-def pack(state: Any) -> tuple[Any, torch.Tensor]:
-    """Takes the tensors out of a state into one of bytes, ids in 16 bits where they fit."""
-    parts: list[bytes] = []
-    return _pack(state, parts, [0]), _tensor(b"".join(parts))
+def pack(state: Any) -> torch.Tensor:
+    """Makes one tensor of bytes of a state: its structure as compressed JSON, then its arrays, ids in 16 bits.
+
+    (``torch.save`` calls a function of Python's for every object of a structure, under the lock that a trainer needs.)
+
+    Raises:
+        TypeError: if something in it is no plain data.
+    """
+    arrays: list[np.ndarray] = []
+    text = json.dumps(_pack(state, arrays, [0]), separators=(",", ":")).encode()
+    structure = zlib.compress(text, 1)
+    size = LENGTH.size + len(structure)
+    packed = np.empty(size + sum(array.nbytes for array in arrays), np.uint8)
+    packed[:size] = np.frombuffer(LENGTH.pack(len(structure)) + structure, np.uint8)
+    for array in arrays:
+        packed[size : size + array.nbytes] = array.reshape(-1).view(np.uint8)
+        size += array.nbytes
+    return torch.from_numpy(packed)
 
 
-def unpack(packed: tuple[Any, torch.Tensor]) -> Any:
-    """Puts back what ``pack`` took out."""
-    structure, tensor = packed
-    return _unpack(structure, tensor.numpy().tobytes())
+def unpack(packed: torch.Tensor) -> Any:
+    """Gives the state that ``pack`` was given.
+
+    Raises:
+        ValueError: if it is something else.
+    """
+    data = packed.numpy()
+    try:
+        (length,) = LENGTH.unpack(data[: LENGTH.size].tobytes())
+        end = LENGTH.size + length
+        structure = json.loads(zlib.decompress(data[LENGTH.size : end].tobytes()))
+    except (struct.error, zlib.error) as error:
+        raise ValueError(f"this is no packed state ({error})") from error
+    return _unpack(structure, data[end:])
 
 
-def _pack(state: Any, parts: list[bytes], end: list[int]) -> Any:
-    if isinstance(state, torch.Tensor) and state.dtype != torch.bfloat16:
-        array = state.numpy()
-        stored = array
-        if (
-            array.dtype.kind in "iu"
-            and array.itemsize > 2
-            and array.size
-            and 0 <= array.min()
-            and array.max() < 1 << 16
-        ):
-            stored = array.astype(np.uint16)
-        parts.append(stored.tobytes())
-        end[0] += stored.nbytes
-        return {PACKED: end[0], "dtype": array.dtype.str, "stored": stored.dtype.str, "shape": tuple(state.shape)}
-    if isinstance(state, dict):
-        return {key: _pack(value, parts, end) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)([_pack(value, parts, end) for value in state])
-    return state
+def _pack(state: Any, arrays: list[np.ndarray], end: list[int]) -> Any:
+    """Gives JSON for a state: what JSON knows as it is, all else as a list that begins with what it is."""
+    kind = type(state)
+    if kind in SCALARS:
+        return state
+    if kind in (list, tuple):
+        return [kind.__name__, *(value if type(value) in SCALARS else _pack(value, arrays, end) for value in state)]
+    if kind is dict:
+        if all(type(key) is str for key in state):
+            return {key: _pack(value, arrays, end) for key, value in state.items()}
+        return ["dict", *((_pack(key, arrays, end), _pack(value, arrays, end)) for key, value in state.items())]
+    if kind is bytes:
+        array = np.frombuffer(state, np.uint8)
+        return ["bytes", *_store(array, arrays, end)]
+    if not isinstance(state, torch.Tensor):
+        raise TypeError(f"a state must be made of plain data and tensors to be saved, got {kind.__name__}")
+    if state.dtype == torch.bfloat16:
+        return ["bfloat16", *_store(state.view(torch.int16).numpy(), arrays, end)]
+    return ["tensor", *_store(state.numpy(), arrays, end)]
 
 
-def _unpack(structure: Any, data: bytes) -> Any:
-    if isinstance(structure, dict):
-        if PACKED not in structure:
-            return {key: _unpack(value, data) for key, value in structure.items()}
-        stored, count = np.dtype(structure["stored"]), math.prod(structure["shape"])
-        array = np.frombuffer(data, stored, count, structure[PACKED] - stored.itemsize * count)
-        return torch.from_numpy(array.astype(structure["dtype"]).reshape(structure["shape"]))
-    if type(structure) in (list, tuple):
-        return type(structure)([_unpack(value, data) for value in structure])
-    return structure
+def _store(array: np.ndarray, arrays: list[np.ndarray], end: list[int]) -> tuple[str, str, int, list[int]]:
+    """Adds an array to those stored; gives its type, the one that it is stored with, where it begins, and its shape."""
+    stored = np.ascontiguousarray(array)
+    if array.dtype.kind in "iu" and array.itemsize > 2 and array.size and 0 <= array.min() and array.max() < 1 << 16:
+        stored = array.astype(np.uint16)
+    arrays.append(stored)
+    begin = end[0]
+    end[0] += stored.nbytes
+    return array.dtype.str, stored.dtype.str, begin, list(array.shape)
 
 
-def _checksum(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def _unpack(structure: Any, data: np.ndarray) -> Any:
+    if type(structure) is dict:
+        return {key: _unpack(value, data) for key, value in structure.items()}
+    if type(structure) is not list:
+        return structure
+    kind, *parts = structure
+    if kind in ("list", "tuple"):
+        values = [_unpack(value, data) if type(value) in (list, dict) else value for value in parts]
+        return values if kind == "list" else tuple(values)
+    if kind == "dict":
+        return {_unpack(key, data): _unpack(value, data) for key, value in parts}
+    dtype, stored, begin, shape = parts
+    size = np.dtype(stored).itemsize * math.prod(shape)
+    array = np.frombuffer(data[begin : begin + size].tobytes(), stored).astype(dtype).reshape(shape)
+    if kind == "bytes":
+        return array.tobytes()
+    tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if kind == "bfloat16" else tensor
 
 
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-def _save(content: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(content, file)
-    return file.getvalue()
+def _checksum(payload: torch.Tensor) -> str:
+    return hashlib.blake2b(payload.numpy().data, digest_size=16).hexdigest()
 
 
 def _load(data: bytes | bytearray, url: str) -> dict[str, Any]:

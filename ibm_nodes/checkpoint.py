@@ -6,22 +6,24 @@ import re
 import threading
 import time
 import weakref
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, Literal, NamedTuple
 
-from torchdata.nodes import Loader
-
 from ibm_nodes.archive import decode, encode, pack, unpack
-from ibm_nodes.settings import derive_lineage, describe, differences, find_sharder, origins
+from ibm_nodes.loader import Loader
+from ibm_nodes.node import render
+from ibm_nodes.settings import derive_lineage, describe, differences, find_sharder
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.state import SHARDS_KEY, merge
 from ibm_nodes.stateful import Stateful
 from ibm_nodes.storage import Object, Options, delete, find, read, write
 
-__all__ = ["Checkpoint", "Stateful", "latest", "load", "save"]
+__all__ = ["Checkpoint", "Saved", "Stateful", "choose", "latest", "load", "save"]
 
 logger = logging.getLogger(__name__)
 
+MAX_IN_FLIGHT = 4
+START_SECONDS = 0.002
 NAME = re.compile(r"step-(\d+)/loader-([0-9a-f]{12})-(\d+)-of-(\d+)\.pt")
 
 
@@ -30,8 +32,8 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         step: the trainer's step, as it was given to ``save``.
-        position: samples of the global stream that were handed out, on all ranks together.
-        global_batch_size: samples in a batch of all ranks, when it was saved; None without a Batcher.
+        position: samples of the global stream that were handed out, on all ranks together, or left out.
+        global_batch_size: samples in a step of all ranks, when it was saved; None without a Batcher.
         world_size: number of data-parallel ranks that saved.
         lineage: names the chain of starts and settings that led to it.
         changes: in words, which settings differ from those of the loader.
@@ -60,7 +62,15 @@ class Saved(NamedTuple):
         return [file_name(self.lineage, rank, self.world_size) for rank in ranks]
 
 
-_in_flight: "weakref.WeakKeyDictionary[Loader[Any], Future[None]]" = weakref.WeakKeyDictionary()
+class _Saving(Future[None]):
+    """A save that is being written, and where to."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__()
+        self.target = target
+
+
+_in_flight: "weakref.WeakKeyDictionary[Loader[Any], list[_Saving]]" = weakref.WeakKeyDictionary()
 
 
 def save(
@@ -68,8 +78,9 @@ def save(
 ) -> "Future[None]":
     """Saves the loader's state after the last batch handed out, and returns at once.
 
-    The state is taken here; it is written in the background, as one object of this rank. No rank waits for another.
-    A save waits for the one before it; an error of that one is raised here, or by ``result()`` of its future.
+    A snapshot is taken here; plain data is made of it and written in the background, as one object of this rank. No
+    rank waits for another. Up to four saves are written side by side; one more waits for the oldest, and none is
+    skipped. An error of one before is raised here, by the next call after it, or by ``result()`` of its future.
 
     Args:
         loader: a loader with a ``Sharder`` in its graph.
@@ -80,14 +91,14 @@ def save(
 
     Raises:
         ValueError: if step is negative, keep is below 1, or there is no Sharder.
-        OSError: if the save before this one could not be written.
+        OSError: if a save before this one could not be written.
     """
     if step < 0:
         raise ValueError(f"step must not be negative, got {step}")
     if keep is not None and keep < 1:
         raise ValueError(f"keep must be at least 1 or None, got {keep}")
-    sharder, state, settings = find_sharder(loader), loader.state_dict(), describe(loader)
-    lineage = derive_lineage(origins.get(loader), settings)
+    sharder, taken, settings = find_sharder(loader), loader.snapshot(), describe(loader)
+    lineage = derive_lineage(loader.origin, settings)
     content = {
         "step": step,
         "lineage": lineage,
@@ -96,15 +107,20 @@ def save(
         "settings": settings,
         "saved_at": time.time(),
     }
-    if before := _in_flight.pop(loader, None):
-        before.result()
+    before = _in_flight.setdefault(loader, [])
+    while before and (before[0].done() or len(before) == MAX_IN_FLIGHT):
+        before.pop(0).result()
     root = url.rstrip("/")
     target = f"{root}/step-{step:08}/{file_name(lineage, sharder.rank, sharder.world_size)}"
-    future: Future[None] = Future()
-    _in_flight[loader] = future
+    future = _Saving(target)
+    same_file = [other for other in before if other.target == target]
+    before.append(future)
 
     def work() -> None:
+        time.sleep(START_SECONDS)  # the caller waits until this thread runs, and is to have Python's lock back at once
         try:
+            wait(same_file)
+            state = render(taken)
             shards = {shard: pack(own) for shard, own in state[SHARDS_KEY].items()}
             write(target, encode({**content, "state": {**state, SHARDS_KEY: shards}}), storage_options)
             if keep is not None:
@@ -127,7 +143,7 @@ def load(
     loader: Loader[Any],
     url: str,
     *,
-    step: int | None = None,
+    step: "int | Saved | None" = None,
     missing: Literal["error", "start"] = "error",
     storage_options: Options = None,
 ) -> Checkpoint | None:
@@ -139,7 +155,7 @@ def load(
     Args:
         loader: a loader built with the settings of the one that was saved; rank and world size may differ.
         url: where the checkpoints are.
-        step: which one; the newest complete one if None.
+        step: which one, by its number or as ``choose`` gave it; the newest complete one if None.
         missing: "start" leaves the loader at its beginning and returns None if there is no checkpoint at all.
         storage_options: fsspec's options for the store.
 
@@ -148,11 +164,11 @@ def load(
         ValueError: if a file is damaged or of a newer version, the files are not of one step, or the settings
             differ; says which older step is complete.
     """
-    found = list_saved(url, storage_options)
-    if not found and missing == "start":
+    chosen = (
+        step if isinstance(step, Saved) else choose(url, step=step, missing=missing, storage_options=storage_options)
+    )
+    if chosen is None:
         return None
-    chosen = _choose(found, url, step, storage_options)
-    older = [saved.step for saved in found if saved.step < chosen.step and not saved.missing]
     sharder = find_sharder(loader)
     stride = math.gcd(chosen.world_size, sharder.world_size)
     try:
@@ -161,17 +177,58 @@ def load(
         state = _merge(contents, files, chosen)
         _check_graph(sharder, state)
     except ValueError as error:
-        error.add_note(f"older complete steps: {sorted(older)}" if older else "there is no older complete step")
+        found = list_saved(url, storage_options)
+        older = sorted({saved.step for saved in found if saved.step < chosen.step and not saved.missing})
+        error.add_note(f"older complete steps: {older}" if older else "there is no older complete step")
         raise
     loader.load_state_dict(state)
     position, settings = state[Sharder.POSITION_KEY], contents[0]["settings"]
-    origins[loader] = (chosen.lineage, position)
+    loader.origin = (chosen.lineage, position)
     changes = differences(settings, describe(loader))
     logger.info("loaded step %d at sample %d from %s", chosen.step, position, url)
     for change in changes:
         logger.info("since it was saved, %s", change)
     batch = settings.get("global_batch_size")
     return Checkpoint(chosen.step, position, batch, chosen.world_size, chosen.lineage, changes)
+
+
+def choose(
+    url: str,
+    *,
+    step: int | None = None,
+    missing: Literal["error", "start"] = "error",
+    storage_options: Options = None,
+) -> Saved | None:
+    """Chooses what ``load`` would load, with one listing: plain data that one rank may share with all others.
+
+    Args:
+        url: where the checkpoints are.
+        step: which one; the newest complete one if None.
+        missing: "start" gives None if there is no checkpoint at all.
+        storage_options: fsspec's options for the store.
+
+    Raises:
+        FileNotFoundError: if there is no complete checkpoint, or not of that step; says which files are missing.
+        ValueError: if two attempts at the step are complete, and a file that would tell the later one is damaged.
+    """
+    found = list_saved(url, storage_options)
+    if not found and missing == "start":
+        return None
+    complete = [saved for saved in found if not saved.missing]
+    wanted = max((saved.step for saved in complete), default=None) if step is None else step
+    candidates = [saved for saved in complete if saved.step == wanted]
+    if not candidates:
+        what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
+        there = sorted({saved.step for saved in complete})
+        lacking = [f"step {saved.step} lacks {', '.join(saved.missing[:4])}" for saved in found if saved.missing]
+        raise FileNotFoundError(
+            "; ".join(
+                [f"{what} under {url}: {f'complete are {there}' if there else 'none is complete'}", *lacking[-4:]]
+            )
+        )
+    if len(candidates) == 1:
+        return candidates[0]
+    return max(candidates, key=lambda saved: read_saved(saved.files[0], storage_options)["saved_at"])
 
 
 def file_name(lineage: str, rank: int, world_size: int) -> str:
@@ -199,24 +256,6 @@ def read_saved(item: Object, storage_options: Options = None) -> dict[str, Any]:
     shards = content["state"][SHARDS_KEY]
     content["state"] = {**content["state"], SHARDS_KEY: {shard: unpack(packed) for shard, packed in shards.items()}}
     return content
-
-
-def _choose(found: list[Saved], url: str, step: int | None, storage_options: Options) -> Saved:
-    complete = [saved for saved in found if not saved.missing]
-    wanted = max((saved.step for saved in complete), default=None) if step is None else step
-    candidates = [saved for saved in complete if saved.step == wanted]
-    if not candidates:
-        what = "no complete checkpoint" if step is None else f"no complete checkpoint of step {step}"
-        there = sorted({saved.step for saved in complete})
-        lacking = [f"step {saved.step} lacks {', '.join(saved.missing[:4])}" for saved in found if saved.missing]
-        raise FileNotFoundError(
-            "; ".join(
-                [f"{what} under {url}: {f'complete are {there}' if there else 'none is complete'}", *lacking[-4:]]
-            )
-        )
-    if len(candidates) == 1:
-        return candidates[0]
-    return max(candidates, key=lambda saved: read_saved(saved.files[0], storage_options)["saved_at"])
 
 
 def _merge(contents: list[dict[str, Any]], files: list[Object], chosen: Saved) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command line: ``ibm-nodes recipes``, ``run``, ``train`` and ``trace NAME``, ``checkpoint``, ``plan``, ...
+"""The command line: ``ibm-nodes recipes``, ``run``, ``show``, ``trace`` and ``train NAME``, ``checkpoint``, ``plan``.
 
 Longer than other modules, since all commands share one treatment of bad input, signals and exit codes; what they do and
 print lies in modules of its own.
@@ -27,8 +27,9 @@ from torchdata.nodes import Loader
 from ibm_nodes import checkpoint, flags, inspect_checkpoint, progress
 from ibm_nodes.check import check
 from ibm_nodes.recipe import list_recipes, load_recipe
-from ibm_nodes.report import check_summary, checkpoint_list, checkpoint_step, run_summary, trace_summary
+from ibm_nodes.report import check_summary, checkpoint_list, checkpoint_step, run_summary, show_summary, trace_summary
 from ibm_nodes.settings import describe
+from ibm_nodes.text import ToText, bytes_to_text, tokenizer_to_text
 from ibm_nodes.trace import Trace, documents, trace
 
 Recipe = Callable[..., Any]
@@ -91,6 +92,7 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     )
     run.add_argument("name", nargs="?", metavar="NAME", help="a recipe that ibm-nodes recipes lists")
     run.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags")
+    _add_show(commands)
     _add_trace(commands)
     _add_checkpoint(commands)
     train = commands.add_parser(
@@ -109,13 +111,14 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     namespace = parser.parse_args(argv)
     if namespace.command == "checkpoint":
         return _checkpoint(namespace, hidden)
-    if namespace.command in ("run", "train", "trace"):
+    of_recipes = {"run": _run, "show": _first_samples, "trace": _trace}
+    if namespace.command in (*of_recipes, "train"):
         if namespace.name is None:
             names = ", ".join(list_recipes())
             raise ValueError(f"{namespace.command} must be given the name of a recipe: there are {names}")
         if namespace.command == "train":
             return _load_command("train")([namespace.name, *namespace.flags], say)
-        return (_run if namespace.command == "run" else _trace)(namespace.name, namespace.flags, hidden)
+        return of_recipes[namespace.command](namespace.name, namespace.flags, hidden)
     if namespace.command == "recipes":
         return _recipes()
     parser.print_help()
@@ -128,6 +131,17 @@ def _load_command(name: str) -> Callable[[Sequence[str], Callable[[str], None]],
         command: Callable[[Sequence[str], Callable[[str], None]], int] = point.load()
         return command
     raise LookupError(f"no command {name!r}: ibm-nodes is not installed as a whole")
+
+
+def _add_show(commands: Any) -> None:
+    show = commands.add_parser(
+        "show",
+        help="show the first samples: ibm-nodes show NAME --samples 5 [flags]",
+        description="Names the documents of the first samples of a recipe, and decodes their text.",
+        epilog="The flags depend on the recipe: ibm-nodes show NAME --help",
+    )
+    show.add_argument("name", nargs="?", metavar="NAME", help="a recipe that ibm-nodes recipes lists")
+    show.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags, those of the run")
 
 
 def _add_trace(commands: Any) -> None:
@@ -291,15 +305,21 @@ def _stream(name: str, recipe: Recipe, arguments: dict[str, Any], options: argpa
     return INTERRUPTED if end == "interrupted" else 0
 
 
+def _first_samples(name: str, given: list[str], hidden: list[str]) -> int:
+    recipe = load_recipe(name)
+    options = flags.show_parser(name, recipe).parse_args(given)
+    loader, arguments = _loader_to_trace(name, recipe, options, hidden)
+    to_text = _to_text(options, arguments)
+    report = _trace_report(trace(loader, step=1, global_batch_size=options.run_samples), to_text)
+    say(json.dumps({"recipe": name, **report}) if options.run_json else "\n".join(show_summary(report)))
+    return 0
+
+
 def _trace(name: str, given: list[str], hidden: list[str]) -> int:
     recipe = load_recipe(name)
     options = flags.trace_parser(name, recipe).parse_args(given)
-    arguments = flags.arguments(recipe, options)
-    storage_options = arguments.get("storage_options", {})
-    hidden += flags.secrets(storage_options)
-    if "world_size" in arguments:
-        arguments.setdefault("rank", 0)
-    loader = _loader(name, recipe, arguments)
+    loader, arguments = _loader_to_trace(name, recipe, options, hidden)
+    to_text = _to_text(options, arguments)
     batch_size = _settings(recipe, arguments).get("global_batch_size") or describe(loader).get("global_batch_size")
     if batch_size is None:
         raise TypeError(f"recipe {name!r} has no global_batch_size, and no Batcher that would tell what a step holds")
@@ -309,9 +329,9 @@ def _trace(name: str, given: list[str], hidden: list[str]) -> int:
         global_batch_size=batch_size,
         url=options.run_checkpoint,
         row=options.run_row,
-        storage_options=_of_url(options.run_checkpoint or "", storage_options),
+        storage_options=_of_url(options.run_checkpoint or "", arguments.get("storage_options", {})),
     )
-    report = _trace_report(found, text=options.run_text)
+    report = {"step": found.step, "since": found.since, **_trace_report(found, to_text)}
     if options.run_json:
         say(json.dumps({"recipe": name, **report, "changes": found.changes}))
     else:
@@ -321,24 +341,39 @@ def _trace(name: str, given: list[str], hidden: list[str]) -> int:
     return 0
 
 
-def _trace_report(found: Trace, *, text: bool) -> dict[str, Any]:
+def _loader_to_trace(
+    name: str, recipe: Recipe, options: argparse.Namespace, hidden: list[str]
+) -> tuple[Any, dict[str, Any]]:
+    """Gives the recipe's loader, and its arguments as they were typed."""
+    arguments = flags.arguments(recipe, options)
+    hidden += flags.secrets(arguments.get("storage_options", {}))
+    if "world_size" in arguments:
+        arguments.setdefault("rank", 0)
+    return _loader(name, recipe, arguments), arguments
+
+
+def _to_text(options: argparse.Namespace, arguments: dict[str, Any]) -> ToText | None:
+    """Gives what makes text of tokens, if that is asked for."""
+    given = getattr(options, "run_tokenizer", None)
+    if not (options.run_text or given):
+        return None
+    url = given or arguments.get("tokenizer")
+    if url is None:
+        return bytes_to_text
+    return tokenizer_to_text(url, _of_url(url, arguments.get("storage_options", {})))
+
+
+def _trace_report(found: Trace, to_text: ToText | None) -> dict[str, Any]:
     samples = [
         {
             "row": traced.row,
             "sample": traced.number,
             "shard": traced.shard,
-            "documents": documents(traced.sample, text=text),
+            "documents": documents(traced.sample, to_text=to_text),
         }
         for traced in found.samples
     ]
-    return {
-        "step": found.step,
-        "since": found.since,
-        "begin": found.begin,
-        "end": found.end,
-        "num_shards": found.num_shards,
-        "samples": samples,
-    }
+    return {"begin": found.begin, "end": found.end, "num_shards": found.num_shards, "samples": samples}
 
 
 class _DigestMeter(progress.Meter):
@@ -378,7 +413,7 @@ class _Tap(Iterator[Any]):
 class _Saver:
     """Loads the newest checkpoint of a run, and saves the steps that are to be saved; does nothing without a URL."""
 
-    def __init__(self, loader: Loader[Any], options: argparse.Namespace, storage_options: Any) -> None:
+    def __init__(self, loader: Any, options: argparse.Namespace, storage_options: Any) -> None:
         self.loader = loader
         self.url, self.every = options.run_checkpoint, options.run_save_every
         self.storage_options = _of_url(self.url or "", storage_options)

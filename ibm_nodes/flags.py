@@ -1,4 +1,7 @@
-"""Flags of the command line, made from the signature of a recipe."""
+"""Flags of the command line, made from the signature of a recipe.
+
+A little longer than other modules: all that reads or describes a flag is here.
+"""
 
 import argparse
 import collections.abc
@@ -52,7 +55,8 @@ def parser(name: str, recipe: Callable[..., Any]) -> Parser:
     """Gives the parser of ``ibm-nodes run NAME``: the flags of every run, then the recipe's.
 
     Each argument of the recipe that text can give is a flag; what is not given keeps the recipe's default. Mappings are
-    flags that are repeated, ``--data name=url``. Arguments of other classes, such as a device mesh, are left out.
+    flags that are repeated, ``--data name=url``, and so are ranges, ``--skip 48:72`` or, in steps of 24 samples each,
+    ``--skip 3:4@24``. Arguments of other classes, such as a device mesh, are left out.
 
     Raises:
         TypeError: if the recipe needs an argument that cannot be a flag, or one is named as a flag of every run.
@@ -103,8 +107,7 @@ def trace_parser(name: str, recipe: Callable[..., Any]) -> Parser:
         help="replay from the newest step that was saved there before; else from the start",
     )
     add("--row", type=_from_zero, metavar="K", help="only sample K of the global batch, counted from 0")
-    add("--text", action="store_true", help="write the tokens as text too, each id below 256 as the byte that it is")
-    add("--json", action="store_true", help="write the result as one line of JSON")
+    _add_text(group, recipe)
     _add_recipe(made, name, recipe, "trace")
     return made
 
@@ -129,6 +132,40 @@ def command_parser(
         except argparse.ArgumentError as error:
             raise TypeError(f"an argument of the {title} is named as another one of {prog}: {error}") from error
     return made
+
+
+def show_parser(name: str, recipe: Callable[..., Any]) -> Parser:
+    """Gives the parser of ``ibm-nodes show NAME``: how much to show, then the recipe's flags.
+
+    Raises:
+        TypeError: as ``parser`` does.
+    """
+    made = Parser(prog=f"ibm-nodes show {name}", description="Names the documents of the first samples.")
+    group = made.add_argument_group("flags of every show")
+    group.add_argument(
+        "--samples", dest=RUN + "samples", type=_above_zero(int), default=5, metavar="N", help="how many (default: 5)"
+    )
+    _add_text(group, recipe)
+    _add_recipe(made, name, recipe, "show")
+    return made
+
+
+def _add_text(group: Any, recipe: Callable[..., Any]) -> None:
+    """Adds the flags for what samples are written as; where the recipe has a tokenizer, text is decoded with that."""
+    group.add_argument(
+        "--text",
+        dest=RUN + "text",
+        action="store_true",
+        help="write the tokens as text too; without a tokenizer each id below 256 is the byte that it is",
+    )
+    if "tokenizer" not in signature(recipe).parameters:
+        group.add_argument(
+            "--tokenizer",
+            dest=RUN + "tokenizer",
+            metavar="URL",
+            help="write the tokens as text, decoded with this tokenizer.json; needs the library tokenizers",
+        )
+    group.add_argument("--json", dest=RUN + "json", action="store_true", help="write the result as one line of JSON")
 
 
 def add_storage_options(parser: argparse.ArgumentParser) -> None:
@@ -195,7 +232,7 @@ def arguments(
     names = [name for name in signature(recipe).parameters if name in namespace and name not in left_out]
     given = {name: vars(namespace)[name] for name in names}
     for name, value in given.items():
-        if isinstance(value, list):
+        if isinstance(value, list) and isinstance(value[0][0], str):
             given[name] = _mapping(name, value)
     return given
 
@@ -260,6 +297,8 @@ def _options(parameter: inspect.Parameter) -> dict[str, Any] | None:
             if value is Any:
                 return {"action": "append", "type": _option, "metavar": "KEY=VALUE"}
             return {"action": "append", "type": _pair(value), "metavar": f"NAME={_values(parameter, value)}"}
+        if kind == Sequence[tuple[int, int]]:
+            return {"action": "append", "type": _range, "metavar": "BEGIN:END[@N]"}
     return None
 
 
@@ -286,6 +325,20 @@ def _pair(kind: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
             raise argparse.ArgumentTypeError(f"must be name=number, got {text!r}") from None
 
     return parse
+
+
+def _range(text: str) -> tuple[int, int]:
+    """Parses BEGIN:END, samples counted from 0, or BEGIN:END@N, steps of N samples each, counted from 1."""
+    found = re.fullmatch(r"(\d+):(\d+)(?:@(\d+))?", text)
+    begin, end, size = found.groups() if found else (0, 0, None)
+    begin, end = int(begin), int(end)
+    if size is not None:
+        begin, end = (begin - 1) * int(size), (end - 1) * int(size)
+    if not 0 <= begin < end:
+        raise argparse.ArgumentTypeError(
+            f"must be BEGIN:END, samples from 0 on, or BEGIN:END@N, steps of N samples each from 1 on, got {text!r}"
+        )
+    return begin, end
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -12,6 +12,8 @@ from ibm_nodes.storage import Options
 FAULTS = (ValueError, LookupError, TypeError, AttributeError, FileNotFoundError)
 """What the reading of a file may raise that is damaged, foreign, or has gone since it was listed."""
 NUM_NAMED = 4
+QUARANTINED_KEY = "quarantined"
+"""Where the state of a reader has a list of dicts, each with the ``url`` and the ``reason`` of what it left out."""
 
 
 def survey(url: str, storage_options: Options = None) -> list[dict[str, Any]]:
@@ -52,7 +54,9 @@ def describe_step(url: str, step: int | None = None, storage_options: Options = 
 
     Returns:
         A dict of ``step``, ``lineage``, ``world_size``, ``position``, ``num_shards``, ``settings``, ``tokens``,
-        ``datasets`` (as ``ibm_nodes.stats`` gives them, of all ranks together) and ``bytes_per_rank``.
+        ``datasets`` (as ``ibm_nodes.stats`` gives them, of all ranks together, and ``epochs``: the lowest and the
+        highest that a logical shard is in), ``quarantined`` (the places in the data that were left out because of a
+        fault, as the nodes recorded them, each with its ``dataset``) and ``bytes_per_rank``.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint, or not of that step.
@@ -68,7 +72,12 @@ def describe_step(url: str, step: int | None = None, storage_options: Options = 
     contents = list(read_ranks(chosen, range(chosen.world_size), storage_options))
     state = merge(content["state"] for content in contents)
     shards = list(state[SHARDS_KEY].values())
-    datasets = dataset_totals(shards, state[Sharder.NUM_SHARDS_KEY], len(shards))
+    datasets: dict[str, dict[str, Any]] = {**dataset_totals(shards, state[Sharder.NUM_SHARDS_KEY], len(shards))}
+    readers = list(_readers(shards))
+    for reader in readers:
+        entry = datasets[reader["settings"]["name"]]
+        low, high = entry.get("epochs", (reader["epoch"], reader["epoch"]))
+        entry["epochs"] = min(low, reader["epoch"]), max(high, reader["epoch"])
     return {
         "step": chosen.step,
         "lineage": chosen.lineage,
@@ -78,6 +87,11 @@ def describe_step(url: str, step: int | None = None, storage_options: Options = 
         "settings": contents[0]["settings"],
         "tokens": sum(entry.get("tokens", 0) for entry in datasets.values()),
         "datasets": datasets,
+        "quarantined": [
+            {"dataset": reader["settings"]["name"], **place}
+            for reader in readers
+            for place in reader.get(QUARANTINED_KEY, [])
+        ],
         "bytes_per_rank": [chosen.files[rank].size for rank in range(chosen.world_size)],
     }
 
@@ -188,6 +202,19 @@ def _out_of_step(state: State) -> list[str]:
         if turns != -((shard - position) // num_shards)
     ]
     return [f"logical shards {wrong[:NUM_NAMED]} do not stand at sample {position}"] if wrong else []
+
+
+def _readers(state: Any) -> Iterator[State]:
+    """Gives the states of readers, at any depth."""
+    if isinstance(state, dict):
+        if "epoch" in state and "settings" in state:
+            yield state
+            return
+        state = state.values()
+    elif not isinstance(state, list | tuple):
+        return
+    for value in state:
+        yield from _readers(value)
 
 
 def _names(saved: Saved) -> str:

@@ -124,7 +124,8 @@ def freeze(item: Any) -> Any:
     """
     kind = type(item)
     if kind is Sample:
-        return {TAG: "sample", "tokens": freeze(item.tokens), "starts": item.starts, "documents": item.documents}
+        tokens, starts, documents = item
+        return {TAG: "sample", "tokens": freeze(tokens), "starts": starts, "documents": documents}
     if kind is Document:
         return {TAG: "document", "tokens": freeze(item.tokens), "place": tuple(item[1:])}
     if kind is np.ndarray and item.dtype.kind in "biuf" and item.dtype.isnative:
@@ -142,10 +143,11 @@ def freeze(item: Any) -> Any:
 
 def _share(array: np.ndarray) -> torch.Tensor:
     """Gives a tensor over the memory of an array, which cannot be written to from now on."""
-    if not array.flags.writeable or not array.flags.c_contiguous:
+    flags = array.flags
+    if not flags.writeable or not flags.c_contiguous:
         return torch.from_numpy(np.array(array))
     tensor = torch.from_numpy(array)
-    array.flags.writeable = False
+    flags.writeable = False
     return tensor
 
 

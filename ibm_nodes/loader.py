@@ -6,10 +6,14 @@ from typing import Any, TypeVar
 import torchdata.nodes
 from torchdata.nodes import BaseNode
 
+from ibm_nodes.node import Snapshot, render, snapshot
 from ibm_nodes.schedule import SCHEDULE_KEY, Schedule
 from ibm_nodes.state import State, copy_state
 
 T = TypeVar("T")
+
+BARE = "bare"
+"""Stands for the lineage of a state that was loaded without one."""
 
 
 class Loader(torchdata.nodes.Loader[T]):
@@ -22,26 +26,49 @@ class Loader(torchdata.nodes.Loader[T]):
 
     Args:
         root: the node to iterate over.
+        global_batch_size: samples in an optimizer step, on all data-parallel ranks together; None where a step takes
+            one batch of each rank.
+
+    Attributes:
+        origin: the (lineage, position) that it was loaded from; None at the beginning of a run.
+
+    Raises:
+        ValueError: if global_batch_size is below 1.
     """
 
-    def __init__(self, root: BaseNode[T]) -> None:
+    def __init__(self, root: BaseNode[T], *, global_batch_size: int | None = None) -> None:
         super().__init__(root, restart_on_stop_iteration=False)
+        if global_batch_size is not None and global_batch_size < 1:
+            raise ValueError(f"global_batch_size must be at least 1 or None, got {global_batch_size}")
+        self.global_batch_size = global_batch_size
+        self.origin: tuple[str, int] | None = None
+        self._is_reset = False
 
     def __iter__(self) -> Iterator[T]:
         return _Iterator(self.root)
 
     def state_dict(self) -> State:
         """Returns the state after the last item handed out, to save and load."""
-        state: State = copy_state(self.root.state_dict())
-        for node in self._chain():
-            schedule = getattr(node, "schedule", None)
-            if isinstance(schedule, Schedule) and SCHEDULE_KEY in state:
-                state[SCHEDULE_KEY] = schedule.state()  # what was set after the last item was drawn belongs to it too
+        state: State = copy_state(render(self.snapshot()))
         return state
+
+    def snapshot(self) -> Snapshot:
+        """Takes that state in little time; ``ibm_nodes.node.render`` makes plain data of it, in any thread.
+
+        Nothing in that data may be written to: it shares arrays with the items that are buffered.
+        """
+        if not self._is_reset:
+            self.root.state_dict()  # which resets a node that was not yet
+            self._is_reset = True
+        schedules = (getattr(node, "schedule", None) for node in self._chain())
+        set_since = next((schedule.state() for schedule in schedules if isinstance(schedule, Schedule)), None)
+        return _state, (snapshot(self.root), set_since)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Sets the loader to a state; iterators that exist go on from there too."""
         self.root.reset(copy_state(state_dict))
+        position = state_dict.get("position", 0)
+        self.origin = (BARE, position) if position else None
 
     def close(self) -> None:
         """Ends the background threads and lets go of blocks; iterating again goes on after the last item handed out."""
@@ -70,3 +97,9 @@ class _Iterator(Iterator[T]):
     def __next__(self) -> T:
         item: T = next(self._root)
         return item
+
+
+def _state(taken: Snapshot, schedule: State | None) -> State:
+    """Gives the state; what was set of a schedule after the last item was drawn belongs to it too."""
+    state: State = render(taken)
+    return state if schedule is None or SCHEDULE_KEY not in state else {**state, SCHEDULE_KEY: schedule}

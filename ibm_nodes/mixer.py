@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from ibm_nodes.node import Node, Snapshot, draw, render, snapshot
+from ibm_nodes.node import Node, Snapshot, draw, snapshot
 from ibm_nodes.permutation import Seed, check_seed, derive_key, random_index
 from ibm_nodes.schedule import Schedule, check_weights
 from ibm_nodes.state import State, check_keys, check_settings
@@ -243,15 +243,20 @@ def _state(
     places: list[tuple[str, int, int, Snapshot, int]],
 ) -> State:
     latest, active, now = credits
+    credit, tokens, documents = latest.copy(), parked[Mixer.TOKENS_KEY].copy(), parked[Mixer.DOCUMENTS_KEY].copy()
+    credit.update(zip(active, now, strict=True))
+    sources = parked[Mixer.SOURCES_KEY].copy()
+    for name, num_tokens, num_documents, (function, arguments), skip in places:
+        tokens[name], documents[name] = num_tokens, num_documents
+        sources[name] = function(*arguments), skip
     return {
         Mixer.SEED_KEY: seed,
-        Mixer.CREDITS_KEY: {**latest, **dict(zip(active, now, strict=True))},
-        Mixer.TOKENS_KEY: parked[Mixer.TOKENS_KEY] | {name: tokens for name, tokens, *_ in places},
-        Mixer.DOCUMENTS_KEY: parked[Mixer.DOCUMENTS_KEY] | {name: documents for name, _, documents, *_ in places},
+        Mixer.CREDITS_KEY: credit,
+        Mixer.TOKENS_KEY: tokens,
+        Mixer.DOCUMENTS_KEY: documents,
         Mixer.ENDED_KEY: list(ended),
-        Mixer.WEIGHTS_KEY: dict(weights),
-        Mixer.SOURCES_KEY: parked[Mixer.SOURCES_KEY]
-        | {name: (render(place), skip) for name, _, _, place, skip in places},
+        Mixer.WEIGHTS_KEY: weights.copy(),
+        Mixer.SOURCES_KEY: sources,
     }
 
 

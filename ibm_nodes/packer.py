@@ -137,6 +137,9 @@ def _runs(
     pieces: tuple[np.ndarray, ...], starts: tuple[int, ...], places: tuple[Place, ...], length: int
 ) -> Iterator[Sample]:
     """Gives the open tokens, one document at a time, with the types that they have, in arrays of their own."""
+    if len(pieces) == 1:
+        yield Sample(pieces[0].copy(), (0,), places)
+        return
     remaining = iter(pieces)
     for start, end, place in zip(starts, (*starts, length)[1:], places, strict=True):
         run = [next(remaining)]

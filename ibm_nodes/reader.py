@@ -268,5 +268,14 @@ class Reader(Node[Any]):
 
 
 def _state(settings: dict[str, Any], at: Cursor, row: int, documents: int, skipped: int, passes: float) -> State:
-    counters = *at, row, documents, skipped, passes
-    return {Reader.SETTINGS_KEY: settings, **dict(zip(Reader.COUNTER_KEYS, counters, strict=True))}
+    return {
+        Reader.SETTINGS_KEY: settings,
+        "epoch": at.epoch,
+        "whole": at.whole,
+        "file": at.file,
+        "block": at.block,
+        "row": row,
+        "documents": documents,
+        "skipped": skipped,
+        "passes": passes,
+    }

@@ -18,7 +18,7 @@ BOUNDS = {
 }
 DATASET_HEAD = ("dataset", "tokens", "share", "weight", "passes")
 CHECKPOINT_HEAD = ("step", "state", "ranks", "position", "bytes", "lineage")
-STEP_HEAD = ("dataset", "tokens", "documents", "share", "weight", "passes")
+STEP_HEAD = ("dataset", "tokens", "documents", "share", "weight", "passes", "epoch")
 CHECK_HEAD = ("dataset", "files", "bytes", "tokens", "weight", "passes", "largest id", "column")
 
 
@@ -143,7 +143,8 @@ def checkpoint_step(report: Report) -> list[str]:
     rows: list[tuple[str, ...]] = [STEP_HEAD]
     for (name, tokens, *others), entry in zip(_datasets(report), report["datasets"].values(), strict=True):
         documents = f"{entry['documents']:,}" if "documents" in entry else "?"
-        rows.append((name, tokens, documents, *others))
+        low, high = entry.get("epochs", (0, 0))
+        rows.append((name, tokens, documents, *others, f"{low}" if low == high else f"{low} to {high}"))
     sizes = report["bytes_per_rank"]
     batch = report["settings"].get("global_batch_size")
     return [
@@ -151,6 +152,7 @@ def checkpoint_step(report: Report) -> list[str]:
         f"{report['num_shards']:,} logical shards" + (f", batches of {batch:,} samples" if batch else ""),
         *columns(rows),
         f"bytes a rank: {size(min(sizes))} to {size(max(sizes))}, {size(sum(sizes))} on {len(sizes):,} ranks",
+        *(f"quarantined of {place['dataset']}: {place['url']}, {place['reason']}" for place in report["quarantined"]),
     ]
 
 
@@ -163,13 +165,28 @@ def trace_summary(report: Report) -> list[str]:
     ]
     for sample in report["samples"]:
         lines.append(f"row {sample['row']:,}: sample {sample['sample']:,}, logical shard {sample['shard']:,}")
-        for document in sample["documents"]:
-            lines.append(
-                f"  {document['at']:,}: {document['dataset']}, {document['url']}, {document['place']}, "
-                f"tokens {document['begin']:,} to {document['end']:,}" + (" after BOS" if document["bos"] else "")
-            )
-            if "text" in document:
-                lines.append(f"    {document['text']!r}")
+        lines += _documents(sample)
+    return lines
+
+
+def show_summary(report: Report) -> list[str]:
+    """Writes the documents of the first samples."""
+    lines = []
+    for sample in report["samples"]:
+        lines.append(f"sample {sample['sample']:,} of logical shard {sample['shard']:,}")
+        lines += _documents(sample)
+    return lines
+
+
+def _documents(sample: Report) -> list[str]:
+    lines = []
+    for document in sample["documents"]:
+        lines.append(
+            f"  {document['at']:,}: {document['dataset']}, {document['url']}, {document['place']}, "
+            f"tokens {document['begin']:,} to {document['end']:,}" + (" after BOS" if document["bos"] else "")
+        )
+        if "text" in document:
+            lines.append(f"    {document['text']!r}")
     return lines
 
 
@@ -183,12 +200,12 @@ def _facts(report: Report) -> dict[str, str]:
         "world sizes that work": ", ".join(sizes) or "none",
         "memory of a rank": f"~{memory} at world size {report['world_size']}, beside Python and torch",
     }
-    again = {name: entry["resume_bytes"] for name, entry in report["datasets"].items() if entry["resume_bytes"]}
-    if again:
-        facts["resuming reads again"] = ", ".join(f"up to {size(most)} of {name}" for name, most in again.items())
     if report["num_tokens"] and report["global_batch_size"] and report["seq_len"]:
         steps = report["num_tokens"] / (report["global_batch_size"] * report["seq_len"])
         facts["steps"] = f"{steps:,.0f} for {count(report['num_tokens'])} tokens"
+    again = {name: entry["resume_bytes"] for name, entry in report["datasets"].items() if entry["resume_bytes"]}
+    if again:
+        facts["resuming reads again"] = ", ".join(f"up to {size(most)} of {name}" for name, most in again.items())
     return facts
 
 

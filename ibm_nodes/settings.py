@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchdata.nodes import BaseNode, Loader
+from torchdata.nodes import BaseNode
 
 from ibm_nodes.batcher import Batcher
+from ibm_nodes.loader import Loader
 from ibm_nodes.prefetcher import Prefetcher
 from ibm_nodes.sharder import Sharder
 
@@ -21,7 +21,10 @@ def find_sharder(loader: Loader[Any]) -> Sharder[Any]:
 
     Raises:
         ValueError: if there is none.
+        TypeError: if it is a loader of another class.
     """
+    if not isinstance(loader, Loader):
+        raise TypeError(f"loader must be an ibm_nodes.Loader, got a {type(loader).__module__}.{type(loader).__name__}")
     node: Any = loader.root
     while node is not None and not isinstance(node, Sharder):
         node = getattr(node, "source", None)
@@ -33,15 +36,16 @@ def find_sharder(loader: Loader[Any]) -> Sharder[Any]:
 def describe(loader: Loader[Any]) -> dict[str, Any]:
     """Gives the settings of all nodes by name, equal on all ranks; storage options are left out.
 
-    A graph is built for it, of logical shard 0, and nothing is read.
+    ``global_batch_size`` is what the loader was told that an optimizer step takes, or else a batch of each rank. A
+    graph is built for this, of logical shard 0, and nothing is read.
     """
     sharder = find_sharder(loader)
-    found: dict[str, Any] = {"Sharder.num_shards": sharder.num_shards}
+    found: dict[str, Any] = {"Sharder.num_shards": sharder.num_shards, "Sharder.skip": sharder.skip}
     if sharder.schedule is not None:
         found |= {"schedule": repr(sharder.schedule), "schedule.changes": repr(sharder.schedule.changes)}
     for node in _above(loader, sharder):
         if isinstance(node, Batcher):
-            found["global_batch_size"] = node.batch_size * sharder.world_size
+            found["global_batch_size"] = loader.global_batch_size or node.batch_size * sharder.world_size
         if isinstance(node, Prefetcher):
             found["prefetch_factor"] = node.prefetch_factor
     _add(found, "", sharder.graph(0, sharder.num_shards))
@@ -102,14 +106,11 @@ def _is_plain(value: Any) -> bool:
     return all(isinstance(part, PLAIN) for part in parts)
 
 
-origins: "weakref.WeakKeyDictionary[Loader[Any], tuple[str, int]]" = weakref.WeakKeyDictionary()
-"""For each loader the (lineage, position) that it was loaded from."""
-
-
 def derive_lineage(origin: tuple[str, int] | None, settings: Mapping[str, Any]) -> str:
     """Gives the name of a chain of starts: the origin that this one was loaded from, and its settings.
 
-    Equal on all ranks without a word between them; the same chain gives the same data, at any world size.
+    Equal on all ranks without a word between them; the same chain gives the same data, at any world size. Of a state
+    that was loaded without a lineage the origin knows the position alone, so that two such chains may share a name.
     """
     text = json.dumps([origin, sorted(settings.items())], default=repr)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

@@ -1,6 +1,6 @@
 """Sharder: the logical shards that a rank owns, visited so that the global stream is the same at any world size."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
@@ -27,6 +27,9 @@ class Sharder(Node[T]):
     A shard that has ended is passed over, or, with ``filler``, goes on with it. The end is when all shards of the rank
     have ended. Nothing is built, listed or read before the first item.
 
+    What ``skip`` leaves out is drawn and dropped, so that every sample keeps its number: the position after it is that
+    of a run which trained on it. What lies before the position that is loaded does not matter.
+
     Args:
         graph: function of (shard, num_shards) that builds the graph of one logical shard.
         num_shards: number of logical shards, fixed for the life of a run; a multiple of every world size to be used.
@@ -35,6 +38,7 @@ class Sharder(Node[T]):
         schedule: the Schedule of the graphs' mixers, whose clock is set before each draw; what was set of it in the run
             is part of the state.
         filler: item that a shard which has ended yields at its turns; None passes it over.
+        skip: half-open ranges [begin, end) of sample numbers to leave out, the same on all ranks; whole global batches.
         max_items: items of the global stream after which all ranks end; a multiple of the global batch size, or the
             last batches of the ranks differ. May be another at resume.
 
@@ -43,7 +47,8 @@ class Sharder(Node[T]):
         num_items, num_filler: items handed out since the node was built, and how many of them were filler.
 
     Raises:
-        ValueError: if world_size does not divide num_shards, or rank is not below world_size.
+        ValueError: if world_size does not divide num_shards, rank is not below world_size, or a range is empty; while
+            loading: if a range that is to come does not begin and end between two batches of this world size.
     """
 
     POSITION_KEY = "position"
@@ -58,6 +63,7 @@ class Sharder(Node[T]):
         world_size: int,
         schedule: Schedule | None = None,
         filler: T | None = None,
+        skip: Iterable[tuple[int, int]] = (),
         max_items: int | None = None,
     ) -> None:
         super().__init__()
@@ -77,6 +83,7 @@ class Sharder(Node[T]):
         self.world_size = world_size
         self.schedule = schedule
         self.filler = filler
+        self.skip = merge_ranges(skip)
         self.max_items = max_items
         self.goes_on = False
         self.num_items = self.num_filler = 0
@@ -95,6 +102,7 @@ class Sharder(Node[T]):
                     f"the state lacks the logical shards {missing[:8]} that rank {self.rank} of {self.world_size} "
                     "owns: load the states of all ranks, merged"
                 )
+        self._to_skip = self._whole_turns(position)
         if self.schedule is not None:
             self.schedule.load(None if initial_state is None else initial_state[SCHEDULE_KEY])
         self._position = position
@@ -110,6 +118,27 @@ class Sharder(Node[T]):
         self._next = min(turns * self.num_shards + shard for shard, turns in self._turns.items())
 
     def next(self) -> T:
+        item = self._draw()
+        while self._to_skip and self._is_left_out(self._next - self.world_size):
+            item = self._draw()
+        return item
+
+    def snapshot(self) -> Snapshot:
+        for shard in self._moved:
+            graph = self._graphs.get(shard)
+            taken = self._taken[shard].graph if graph is None else snapshot(graph)
+            self._taken[shard] = _Taken(self._turns[shard], shard in self._ended, taken)
+        self._moved.clear()
+        schedule = None if self.schedule is None else self.schedule.state()
+        return _state, (self._position, self.num_shards, schedule, self._taken.copy())
+
+    def close(self) -> None:
+        """Lets go of all graphs, and so of their blocks and reads; the next item builds them again where they stood."""
+        if hasattr(self, "_graphs"):
+            self.snapshot()
+            self._graphs = {}
+
+    def _draw(self) -> T:
         turn = self._next
         while not self.all_ended:
             shard = turn % self.num_shards
@@ -152,20 +181,21 @@ class Sharder(Node[T]):
         self._position += self.world_size
         self.num_items += 1
 
-    def snapshot(self) -> Snapshot:
-        for shard in self._moved:
-            graph = self._graphs.get(shard)
-            taken = self._taken[shard].graph if graph is None else snapshot(graph)
-            self._taken[shard] = _Taken(self._turns[shard], shard in self._ended, taken)
-        self._moved.clear()
-        schedule = None if self.schedule is None else self.schedule.state()
-        return _state, (self._position, self.num_shards, schedule, self._taken.copy())
+    def _is_left_out(self, number: int) -> bool:
+        while self._to_skip and self._to_skip[0][1] <= number:
+            del self._to_skip[0]
+        return bool(self._to_skip) and self._to_skip[0][0] <= number
 
-    def close(self) -> None:
-        """Lets go of all graphs, and so of their blocks and reads; the next item builds them again where they stood."""
-        if hasattr(self, "_graphs"):
-            self.snapshot()
-            self._graphs = {}
+    def _whole_turns(self, position: int) -> list[tuple[int, int]]:
+        """Gives what is left to skip, if all ranks have equally many turns before, in and between the ranges."""
+        left = [(max(begin, position), end) for begin, end in self.skip if end > position]
+        for begin, end in left:
+            if (begin - position) % self.world_size or (end - begin) % self.world_size:
+                raise ValueError(
+                    f"skip must leave out whole global batches, got samples {begin} to {end} at position {position}: "
+                    f"they are no whole turns of {self.world_size} ranks"
+                )
+        return left
 
     def _prepare(self, shard: int) -> None:
         """Builds and resets the graphs of a shard and of the shards that come after it."""
@@ -186,6 +216,33 @@ class Sharder(Node[T]):
                 f"building the graph of shard {shard} raised StopIteration, which is no end of data"
             ) from error
         return graph
+
+
+def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Gives half-open ranges of sample numbers in ascending order, those that meet or overlap as one.
+
+    Raises:
+        ValueError: if one is empty or begins below 0.
+    """
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(map(tuple, ranges)):
+        if not 0 <= begin < end:
+            raise ValueError(
+                f"skip must be ranges [begin, end) of sample numbers with 0 <= begin < end, got {begin}:{end}"
+            )
+        if merged and begin <= merged[-1][1]:
+            begin, end = merged[-1][0], max(end, merged.pop()[1])
+        merged.append((begin, end))
+    return tuple(merged)
+
+
+def sample_number(skip: Iterable[tuple[int, int]], position: int, index: int) -> int:
+    """Gives the number of the sample that comes ``index`` samples after a position, with merged ranges left out."""
+    number = position + index
+    for begin, end in skip:
+        if position < end and max(begin, position) <= number:
+            number += end - max(begin, position)
+    return number
 
 
 class _Taken:

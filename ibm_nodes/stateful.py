@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from torchdata.nodes import Loader
-
 from ibm_nodes.archive import decode, encode, pack, unpack
-from ibm_nodes.settings import derive_lineage, describe, find_sharder, origins
+from ibm_nodes.loader import Loader
+from ibm_nodes.settings import derive_lineage, describe, find_sharder
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.state import SHARDS_KEY
 
@@ -38,7 +37,7 @@ class Stateful:
         if state[Sharder.POSITION_KEY] == 0:
             return {self.COMMON_KEY: b"", **{_key(shard): b"" for shard in shards}}
         leaves = {_key(shard): encode({"shard": shard, "state": pack(own)}) for shard, own in shards.items()}
-        lineage = derive_lineage(origins.get(self.loader), describe(self.loader))
+        lineage = derive_lineage(self.loader.origin, describe(self.loader))
         return {self.COMMON_KEY: encode({"lineage": lineage, "state": state}), **leaves}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -46,6 +45,7 @@ class Stateful:
         common = state_dict[self.COMMON_KEY]
         if not common:
             self.loader.root.reset(None)
+            self.loader.origin = None
             return
         shards = {}
         for name, leaf in state_dict.items():
@@ -54,7 +54,7 @@ class Stateful:
                 shards[content["shard"]] = unpack(content["state"])
         content = decode(common, self.COMMON_KEY)
         self.loader.load_state_dict({**content["state"], SHARDS_KEY: shards})
-        origins[self.loader] = (content["lineage"], content["state"][Sharder.POSITION_KEY])
+        self.loader.origin = (content["lineage"], content["state"][Sharder.POSITION_KEY])
 
 
 def _key(shard: int) -> str:

@@ -1,6 +1,5 @@
 """Tokenizer: text to tokens, on the fly."""
 
-import hashlib
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,8 @@ from ibm_nodes.items import Document, Origin, Row, call, origin_of
 from ibm_nodes.node import Node, Snapshot, render
 from ibm_nodes.once import Once
 from ibm_nodes.state import State, check_keys, check_settings
-from ibm_nodes.storage import Options, read_whole
+from ibm_nodes.storage import Options
+from ibm_nodes.text import load_tokenizer
 
 MAX_BATCH = 64
 MAX_CHARACTERS = 1 << 22
@@ -180,21 +180,11 @@ class Encoder:
         num_ids: all its ids are below.
     """
 
-    def __init__(self, data: bytes, url: str, allow_special_tokens: bool) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ImportError("text needs tokenizers to be tokenized: pip install 'ibm-nodes[text]'") from error
-        try:
-            tokenizer = tokenizers.Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises no narrower class
-            raise ValueError(
-                f"{url} is no tokenizer.json of the library tokenizers ({error}): give the file that its save() wrote"
-            ) from error
+    def __init__(self, url: str, allow_special_tokens: bool, storage_options: Options) -> None:
+        tokenizer, self.digest = load_tokenizer(url, storage_options)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = not allow_special_tokens
-        self.digest = hashlib.blake2b(data, digest_size=8).hexdigest()
         self.num_ids = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
         self._dtype = np.uint16 if self.num_ids <= 1 << 16 else np.int32
         self._encode_batch: Callable[..., Any] = tokenizer.encode_batch_fast
@@ -208,7 +198,7 @@ class Encoder:
 def encoder(url: str, allow_special_tokens: bool, storage_options: Options) -> Encoder:
     """Gives the encoder of a ``tokenizer.json``, one for all who hold it at the same time."""
     key = url, allow_special_tokens, repr(sorted((storage_options or {}).items(), key=str))
-    return _encoders.get(key, lambda: Encoder(read_whole(url, storage_options), url, allow_special_tokens))
+    return _encoders.get(key, lambda: Encoder(url, allow_special_tokens, storage_options))
 
 
 _encoders: Once[Encoder] = Once(None, weak=True)

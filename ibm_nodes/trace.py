@@ -4,21 +4,22 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchdata.nodes import BaseNode, Loader
+from torchdata.nodes import BaseNode
 
 from ibm_nodes.checkpoint import Saved, list_saved
 from ibm_nodes.formats.lists import describe_row
 from ibm_nodes.inspect_checkpoint import newest, read_ranks
 from ibm_nodes.items import Sample
 from ibm_nodes.listing import ListingSession
+from ibm_nodes.loader import Loader
+from ibm_nodes.schedule import SCHEDULE_KEY
 from ibm_nodes.settings import derive_lineage, describe, differences, find_sharder
-from ibm_nodes.sharder import NUM_AHEAD, Sharder
+from ibm_nodes.sharder import NUM_AHEAD, Sharder, sample_number
 from ibm_nodes.state import SHARDS_KEY, check_settings, merge
 from ibm_nodes.storage import Options
+from ibm_nodes.text import ToText
 
 ShardState = tuple[int, bool, Any]
-
-NUM_BYTES = 256
 
 
 class Origin(NamedTuple):
@@ -47,7 +48,7 @@ class Traced(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """The samples [begin, end) of the global stream, which are a step's global batch, or the one that was asked for."""
+    """A step's samples, or the one that was asked for; the global batch is from sample ``begin`` to before ``end``."""
 
     step: int
     since: int
@@ -91,32 +92,35 @@ def trace(
     origin = Origin(0, 0, None, [])
     if url is not None:
         origin = _origin(url, step, global_batch_size, describe(loader), storage_options)
-    begin = origin.position + (step - origin.step - 1) * global_batch_size
-    numbers = range(begin, begin + global_batch_size) if row is None else range(begin + row, begin + row + 1)
+    num_before = (step - origin.step - 1) * global_batch_size
+    batch = [sample_number(sharder.skip, origin.position, num_before + row) for row in range(global_batch_size)]
+    rows = range(global_batch_size) if row is None else [row]
+    numbers = [batch[row] for row in rows]
     shards = sorted({number % sharder.num_shards for number in numbers})
     states = _states(sharder, origin.saved, shards, storage_options)
+    row_of = dict(zip(numbers, rows, strict=True))
     samples = [
-        Traced(number - begin, number, number % sharder.num_shards, sample)
+        Traced(row_of[number], number, number % sharder.num_shards, sample)
         for number, sample in _replay(sharder, states, numbers)
     ]
     return Trace(
         step,
         origin.step,
-        begin,
-        begin + global_batch_size,
+        batch[0],
+        batch[-1] + 1,
         sharder.num_shards,
         sorted(samples, key=lambda traced: traced.row),
         origin.changes,
     )
 
 
-def documents(sample: Sample, *, text: bool = False) -> list[dict[str, Any]]:
+def documents(sample: Sample, *, to_text: ToText | None = None) -> list[dict[str, Any]]:
     """Gives the runs of a sample as plain data, one for each document or part of one.
 
     Returns:
         For each the offset in the sample (``at``), ``dataset``, ``url``, ``row`` (as ``Document.row``), ``place`` (the
         row in words), the token range in the document [``begin``, ``end``), in which an EOS put after it counts,
-        whether a BOS was put before it (``bos``), and its ``text`` if asked for.
+        whether a BOS was put before it (``bos``), and what ``to_text`` makes of its tokens (``text``), if given.
     """
     found = []
     ends = [*sample.starts[1:], len(sample.tokens)]
@@ -131,16 +135,8 @@ def documents(sample: Sample, *, text: bool = False) -> list[dict[str, Any]]:
             "end": offset + stop - start,
             "bos": offset < 0,
         }
-        found.append(entry | ({"text": to_text(sample.tokens[start:stop].tolist())} if text else {}))
+        found.append(entry | ({"text": to_text(sample.tokens[start:stop].tolist())} if to_text else {}))
     return found
-
-
-def to_text(tokens: Sequence[int]) -> str:
-    """Reads tokens as UTF-8, each id below 256 as a byte; another id is written as a number in angle brackets."""
-    parts = bytearray()
-    for token in tokens:
-        parts += bytes([token]) if token < NUM_BYTES else f"<{token}>".encode()
-    return parts.decode("utf-8", "replace")
 
 
 def _origin(url: str, step: int, batch_size: int, settings: Mapping[str, Any], storage_options: Options) -> Origin:
@@ -161,13 +157,20 @@ def _origin(url: str, step: int, batch_size: int, settings: Mapping[str, Any], s
         content = _first(chosen, storage_options)
         resumed = derive_lineage((lineage, origin.position), content["settings"])
         if before is None or chosen.lineage in (lineage, resumed):
-            _check_batch_size(origin, after, content["state"][Sharder.POSITION_KEY], batch_size)
+            _check_batch_size(origin, after, _num_samples(origin.position, content), batch_size)
     return origin
 
 
-def _check_batch_size(origin: Origin, step: int, position: int, batch_size: int) -> None:
+def _num_samples(begin: int, content: Mapping[str, Any]) -> int:
+    """Gives how many samples a run took from a position to what it saved, without those that it skipped."""
+    end: int = content["state"][Sharder.POSITION_KEY]
+    skipped = (range(max(begin, first), min(end, last)) for first, last in content["settings"]["Sharder.skip"])
+    return end - begin - sum(map(len, skipped))
+
+
+def _check_batch_size(origin: Origin, step: int, samples: int, batch_size: int) -> None:
     """Compares the samples of the run between two steps with those that the batch size gives."""
-    steps, samples = step - origin.step, position - origin.position
+    steps = step - origin.step
     if samples == steps * batch_size:
         return
     if samples % steps:
@@ -189,16 +192,22 @@ def _first(saved: Saved, storage_options: Options) -> dict[str, Any]:
 def _states(
     sharder: Sharder[Any], saved: Saved | None, shards: list[int], storage_options: Options
 ) -> dict[int, ShardState]:
-    """Gives the states of some logical shards, and reads only the files that hold them."""
+    """Gives the states of some logical shards, and reads only the files that hold them; sets the schedule as it was."""
     if saved is None:
+        if sharder.schedule is not None:
+            sharder.schedule.load(None)
         return {shard: (0, False, None) for shard in shards}
     ranks = sorted({shard % saved.world_size for shard in shards})
     state = merge(content["state"] for content in read_ranks(saved, ranks, storage_options))
     check_settings(sharder, state, num_shards=sharder.num_shards)
+    if sharder.schedule is not None:
+        sharder.schedule.load(state[SCHEDULE_KEY])
     return {shard: state[SHARDS_KEY][shard] for shard in shards}
 
 
-def _replay(sharder: Sharder[Any], states: dict[int, ShardState], numbers: range) -> Iterator[tuple[int, Sample]]:
+def _replay(
+    sharder: Sharder[Any], states: dict[int, ShardState], numbers: Sequence[int]
+) -> Iterator[tuple[int, Sample]]:
     """Draws some numbers of the global stream, shard by shard; the first reads of some shards run side by side."""
     listings = ListingSession()
     graphs: dict[int, BaseNode[Any]] = {}
@@ -213,6 +222,8 @@ def _replay(sharder: Sharder[Any], states: dict[int, ShardState], numbers: range
         graph = graphs.pop(shard)
         for number in (number for number in numbers if number % sharder.num_shards == shard):
             while turns <= number // sharder.num_shards:
+                if sharder.schedule is not None:
+                    sharder.schedule.now = turns * sharder.num_shards + shard
                 item, ended = (None, True) if ended else _draw(graph)
                 if ended:
                     item = _filler(sharder, shard, number)

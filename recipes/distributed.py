@@ -3,12 +3,13 @@
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ibm_nodes import Listing, list_dataset
+from ibm_nodes import Listing, Loader, checkpoint, list_dataset
 
 T = TypeVar("T")
 
@@ -76,6 +77,32 @@ def from_rank_zero(make: Callable[[], T]) -> T:
         raise result[1]
     value: T = result[0]
     return value
+
+
+def resume(
+    loader: Loader[Any],
+    url: str,
+    *,
+    missing: Literal["error", "start"] = "start",
+    storage_options: Mapping[str, Any] | None = None,
+) -> checkpoint.Checkpoint | None:
+    """Loads the newest complete checkpoint, the same on all ranks: rank 0 lists and chooses, and tells the others.
+
+    So ranks that list at other moments do not start at other steps. One broadcast where torch.distributed is up: all
+    ranks must call it at the same point. ``checkpoint.load`` is the same without a word to other ranks.
+
+    Args:
+        loader: what a recipe returned.
+        url: where the checkpoints are.
+        missing: "start" leaves the loader at its beginning and returns None if there is no checkpoint at all.
+        storage_options: fsspec's options for the store.
+
+    Raises:
+        FileNotFoundError, ValueError: as ``checkpoint.load`` does; if rank 0 cannot choose, on all ranks.
+    """
+    choose = partial(checkpoint.choose, url, missing=missing, storage_options=storage_options)
+    chosen = from_rank_zero(choose)
+    return None if chosen is None else checkpoint.load(loader, url, step=chosen, storage_options=storage_options)
 
 
 def check_agreement(settings: Mapping[str, Any]) -> None:

@@ -3,7 +3,7 @@
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +45,7 @@ def pretrain(
     bos_id: int | None = None,
     vocab_size: int | None = None,
     num_shards: int | None = None,
+    skip: Sequence[tuple[int, int]] = (),
     seed: int = 0,
     column: str = "tokens",
     holdout: float = 0.0,
@@ -79,13 +80,16 @@ def pretrain(
         vocab_size: ids must be below it, if it is given.
         num_shards: number of logical shards, fixed for the life of the run; None takes the smallest multiple of
             global_batch_size that is at least 256, so that every world size which divides the batch works.
+        skip: half-open ranges [begin, end) of sample numbers to leave out, in whole global batches, such as those of a
+            loss spike. Ranges that lie behind may be taken out.
         seed: of the order of documents, the mix and the shuffle.
         column: the column of token ids.
         holdout: share of the documents that is left out, for the recipe ``validation`` to read.
         epochs: by name, passes after which a dataset has ended; the others then share its weight.
         max_dataset_tokens: by name, tokens after which a dataset has ended, give or take a document in each logical
             shard; the others then share its weight.
-        max_tokens: tokens, in whole global batches, after which the run ends, on the same step on all ranks.
+        max_tokens: tokens, in whole global batches, after which the run ends, on the same step on all ranks; what is
+            skipped counts.
         renamed: for a dataset that has another name than in the checkpoints, the name that it has there; its order of
             documents, and the name that they carry, stay.
         buffer_size: samples that each logical shard chooses from.
@@ -133,22 +137,27 @@ def pretrain(
     for name, token in (("eos_id", eos_id), ("bos_id", bos_id)):
         if vocab_size is not None and token is not None and token >= vocab_size:
             raise ValueError(f"{name} must be below vocab_size={vocab_size}, got {token}: the model could not embed it")
-    settings = {"datasets": {name: listing.digest for name, listing in listings.items()}, "weights": repr(schedule)}
+    settings: dict[str, Any] = {
+        "datasets": {name: listing.digest for name, listing in listings.items()},
+        "weights": repr(schedule),
+    }
     settings |= {key: value for key, value in graph.keywords.items() if key not in ("listings", "weights")}
-    check_agreement(
-        settings | {"num_shards": num_shards, "global_batch_size": global_batch_size, "world_size": world_size}
-    )
-    _warn_of_memory(listings, num_shards, world_size, global_batch_size, seq_len * buffer_size)
-    node: BaseNode[Any] = Sharder(
+    settings |= {"num_shards": num_shards, "global_batch_size": global_batch_size, "world_size": world_size}
+    sharder = Sharder(
         graph,
         num_shards=num_shards,
         rank=rank,
         world_size=world_size,
         schedule=schedule,
+        skip=skip,
         max_items=None if max_tokens is None else max_tokens // seq_len // global_batch_size * global_batch_size,
     )
-    node = Batcher(node, batch_size=batch_size, collate=CausalLMCollator(shift_labels=shift_labels))
-    return Loader(Prefetcher(node, prefetch_factor=prefetch_factor, pin_memory=pin_memory))
+    check_agreement(settings | {"skip": sharder.skip})
+    _check_whole_batches(sharder.skip, global_batch_size)
+    _warn_of_memory(listings, num_shards, world_size, global_batch_size, seq_len * buffer_size)
+    node = Batcher(sharder, batch_size=batch_size, collate=CausalLMCollator(shift_labels=shift_labels))
+    prefetcher = Prefetcher(node, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
+    return Loader(prefetcher, global_batch_size=global_batch_size)
 
 
 def pretrain_graph(
@@ -210,6 +219,15 @@ def _batch_size(global_batch_size: int, micro_batch_size: int | None, world_size
             )
         )
     return micro_batch_size or global_batch_size // world_size
+
+
+def _check_whole_batches(skip: Sequence[tuple[int, int]], global_batch_size: int) -> None:
+    for begin, end in skip:
+        if (end - begin) % global_batch_size:
+            raise ValueError(
+                f"skip must leave out whole global batches of {global_batch_size} samples, got {begin} to {end}, which "
+                f"are {end - begin} samples: a range that lies behind need not be given any more"
+            )
 
 
 def memory_bytes(listings: Mapping[str, Listing], num_owned: int, buffered_tokens: int) -> int:

@@ -102,7 +102,7 @@ def parquet(batches, **options):
 
 
 def line(row):
-    return json.dumps({"id": 7, "tokens": row, "meta": {"tokens": [1]}}).encode() + b"\n"
+    return json.dumps({"id": 7, "tokens": row, "meta": {"ids": [1]}}).encode() + b"\n"
 
 
 def json_lines(batches):

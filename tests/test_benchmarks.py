@@ -8,6 +8,25 @@ import sys
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
 
+def run(name, *arguments):
+    command = [sys.executable, "-P", str(BENCHMARKS / name), *map(str, arguments)]
+    environment = {"PYTHONPATH": f"{BENCHMARKS}:{':'.join(path for path in sys.path if path)}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_saves_gives_the_time_blocked_beside_a_loop_that_goes_on(s3, tmp_path):
+    size = ["--tokens", 300_000, "--num-shards", 8, "--seconds", 2, "--rounds", 10, "--every-ms", 500]
+    state, saves = run("saves.py", *size, "--directory", tmp_path)
+    assert (state["run"], saves["run"]) == ("get_state", "save")
+    assert 0 < state["median_ms"] <= state["p90_ms"] <= state["max_ms"]
+    assert saves["saves"] >= 2 and saves["batches"] > saves["saves"]
+    assert 0.8 < saves["state_mb"] < 2  # 8 logical shards of 16 samples of 4096 tokens of 2 bytes
+    assert 0 < saves["blocked_share"] < 1
+    assert saves["latest"] == saves["saves"]
+
+
 def test_throughput_prints_a_rate_for_every_run(tmp_path):
     arguments = [
         "--tokens",
@@ -21,11 +40,7 @@ def test_throughput_prints_a_rate_for_every_run(tmp_path):
         "--directory",
         str(tmp_path),
     ]
-    command = [sys.executable, "-P", str(BENCHMARKS / "throughput.py"), *arguments]
-    environment = {"PYTHONPATH": f"{BENCHMARKS}:{':'.join(path for path in sys.path if path)}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    results = run("throughput.py", *arguments)
     assert {entry["run"] for entry in results[:-1]} >= {
         "numpy loop over Arrow",
         "Arrow",

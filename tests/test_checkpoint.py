@@ -2,13 +2,16 @@
 
 import itertools
 import pathlib
+import threading
+import time
 
 import corpora
 import pytest
 import torch
 
-from ibm_nodes import Batcher, CausalLMCollator, Loader, Packer, Prefetcher, Reader, Sharder, Shuffler
-from ibm_nodes.checkpoint import latest, load, save
+from ibm_nodes import Batcher, CausalLMCollator, Loader, Packer, Prefetcher, Reader, Sharder, Shuffler, checkpoint
+from ibm_nodes.checkpoint import Stateful, latest, list_saved, load, save
+from ibm_nodes.state import merge
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +139,95 @@ def test_a_run_with_other_settings_is_refused_naming_both(url, tmp_path):
         load(loader, target)
 
 
+@pytest.fixture
+def gate(monkeypatch):
+    """Writes that wait until they are let through, one by one."""
+
+    class Gate:
+        def __init__(self):
+            self.waiting, self.free = [], threading.Semaphore(0)
+
+        def write(self, url, data, storage_options=None):
+            self.waiting.append(url)
+            assert self.free.acquire(timeout=30)
+            write(url, data, storage_options)
+
+        def wait_for(self, count):
+            deadline = time.monotonic() + 30
+            while len(self.waiting) < count and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert len(self.waiting) == count
+
+    made, write = Gate(), checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", made.write)
+    yield made
+    made.free.release(100)
+
+
+def test_four_saves_are_written_side_by_side_and_a_fifth_waits_for_the_first(url, tmp_path, gate):
+    (loader,) = loaders(url, 1)
+    futures = []
+    for step in range(1, 5):
+        steps([loader], 1)
+        futures.append(save(loader, f"file://{tmp_path}/run", step=step))
+    gate.wait_for(4)
+    assert not any(future.done() for future in futures)
+    fifth = []
+    thread = threading.Thread(target=lambda: fifth.append(save(loader, f"file://{tmp_path}/run", step=5)))
+    thread.start()
+    thread.join(0.2)
+    assert not fifth
+    gate.free.release(5)
+    thread.join(30)
+    for future in [*futures, *fifth]:
+        future.result(30)
+    assert sorted(saved.step for saved in list_saved(f"file://{tmp_path}/run")) == [1, 2, 3, 4, 5]
+    close([loader])
+    for step in range(1, 6):
+        (other,) = loaders(url, 1)
+        assert load(other, f"file://{tmp_path}/run", step=step).position == 12 * min(step, 4)
+
+
+def test_two_saves_of_one_step_are_written_one_after_the_other(url, tmp_path, gate):
+    (loader,) = loaders(url, 1)
+    futures = []
+    for _ in range(3):
+        steps([loader], 1)
+        futures.append(save(loader, f"file://{tmp_path}/run", step=1))
+    time.sleep(0.2)
+    assert len(gate.waiting) == 1
+    gate.free.release(3)
+    for future in futures:
+        future.result(30)
+    close([loader])
+    (other,) = loaders(url, 1)
+    assert load(other, f"file://{tmp_path}/run").position == 36
+
+
+def test_what_is_saved_is_what_had_been_handed_out_and_is_rendered_outside_of_the_caller(url, tmp_path, monkeypatch):
+    threads, rendered = [], []
+
+    def watched(taken):
+        threads.append(threading.current_thread())
+        rendered.append(started.wait(30))
+        return render(taken)
+
+    started, render = threading.Event(), checkpoint.render
+    monkeypatch.setattr(checkpoint, "render", watched)
+    (loader,) = loaders(url, 1)
+    steps([loader], 2)
+    future = save(loader, f"file://{tmp_path}/run", step=2)
+    expected = steps([loader], 5)
+    started.set()
+    future.result(30)
+    assert threads != [threading.current_thread()] and rendered == [True]
+    close([loader])
+    (other,) = loaders(url, 1)
+    assert load(other, f"file://{tmp_path}/run").position == 24
+    assert all(map(torch.equal, steps([other], 5), expected))
+    close([other])
+
+
 def test_an_error_of_a_save_is_raised_by_its_future_and_at_the_next_save(url, tmp_path):
     (tmp_path / "file").write_text("in the way")
     (loader,) = loaders(url, 1)
@@ -154,3 +246,58 @@ def test_a_loader_without_a_sharder_is_refused(url, tmp_path):
     (loader,) = loaders(url, 1)
     with pytest.raises(ValueError, match="step must not be negative"):
         save(loader, f"file://{tmp_path}/x", step=-1)
+
+
+def lineages(target):
+    return [saved.lineage for saved in list_saved(target)]
+
+
+def test_a_state_that_was_loaded_without_its_lineage_begins_one_of_its_own(url, tmp_path):
+    """A rank that went on from a bare state, and one that did not, have files that make no step."""
+    target = f"file://{tmp_path}/run"
+    group = loaders(url, 2)
+    steps(group, 1)
+    state = merge([loader.state_dict() for loader in group])
+    steps(group, 1)
+    save(group[0], target, step=2).result(30)
+    others = loaders(url, 2)
+    for loader in others:
+        loader.load_state_dict(state)
+    steps(others, 1)
+    save(others[1], target, step=2).result(30)
+    assert latest(target) is None
+    assert len(set(lineages(target))) == 2
+    save(others[0], target, step=2).result(30)
+    save(group[1], target, step=2).result(30)
+    assert [saved.missing for saved in list_saved(target)] == [[], []]
+    close([*group, *others])
+
+
+def test_all_ranks_that_load_a_bare_state_have_one_lineage(url, tmp_path):
+    target = f"file://{tmp_path}/run"
+    group = loaders(url, 2)
+    steps(group, 2)
+    states = [loader.state_dict() for loader in group]
+    for world_size, given in ((2, states), (3, [merge(states)] * 3)):
+        others = loaders(url, world_size)
+        for loader, state in zip(others, given, strict=True):
+            loader.load_state_dict(state)
+        save_all(others, target, 2)
+        close(others)
+    assert len(list_saved(target)) == 2 and len(set(lineages(target))) == 1
+    assert not any(saved.missing for saved in list_saved(target))
+    close(group)
+
+
+def test_the_state_of_the_beginning_has_the_lineage_of_the_beginning(url, tmp_path):
+    target = f"file://{tmp_path}/run"
+    first, used, through_dcp = loaders(url, 1) + loaders(url, 1) + loaders(url, 1)
+    steps([used, through_dcp], 1)
+    used.load_state_dict(used.state_dict())
+    used.load_state_dict(first.state_dict())
+    through_dcp.load_state_dict(through_dcp.state_dict())
+    Stateful(through_dcp).load_state_dict(Stateful(first).state_dict())
+    for step, loader in enumerate((first, used, through_dcp)):
+        save(loader, target, step=step).result(30)
+    assert len(set(lineages(target))) == 1
+    close([first, used, through_dcp])

@@ -725,6 +725,7 @@ def test_a_check_is_a_table_and_its_facts(ibm_nodes, data):
     assert facts[1:3] == ["logical shards: 24", "world sizes that work: 1, 2, 3, 4, 6, 8, 12, 24"]
     assert re.fullmatch(r"memory of a rank: ~[\d.]+ [KM]iB at world size 4, beside Python and torch", facts[3])
     assert facts[4] == f"steps: {1e8 / BATCH / SEQ_LEN:,.0f} for 100 M tokens"
+    assert re.fullmatch(r"resuming reads again: up to [0-9.]+ KiB of web, up to [0-9.]+ KiB of code", facts[5])
 
 
 def test_a_check_shows_all_that_would_fail(ibm_nodes, tmp_path):

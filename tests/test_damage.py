@@ -120,7 +120,7 @@ def test_a_file_of_something_else_is_an_error_that_names_it(tmp_path, name):
 
 
 def test_noise_gives_documents_or_an_error_that_names_the_file_and_never_a_crash(tmp_path):
-    spoil_in_a_process(f"file://{tmp_path}/", 20)
+    spoil_in_a_process(f"file://{tmp_path}/", 10)
 
 
 @pytest.mark.slow
@@ -207,6 +207,16 @@ def test_a_mark_at_the_beginning_blank_lines_other_keys_and_nulls_are_fine(tmp_p
         (b'{"tokens": [true]}', ValueError, "lists of integers"),
         (b'{"tokens": [9223372036854775808]}', ValueError, "must be below"),
         (b'{"tokens": [1, -5]}', ValueError, "must not be negative, got -5"),
+        (b'{"tokens": [1 2]}', ValueError, "not JSON"),
+        (b'{"tokens": [1,, 2]}', ValueError, "not JSON"),
+        (b'{"tokens": [1, 2,]}', ValueError, "not JSON"),
+        (b'{"tokens": [,]}', ValueError, "not JSON"),
+        (b'{"tokens": [1, [2], 3]}', ValueError, "lists of integers"),
+        (b'{"tokens": [99999999999999999999]}', ValueError, "must be below"),
+        (b'{"meta": {"tokens": [1]}}', LookupError, "'meta'"),
+        (b'{"text": "\\"tokens\\": [1]"}', LookupError, "'text'"),
+        (b'{"a": 1, "tokens" [1]}', ValueError, "not JSON"),
+        (b'{"tokens": [1]} {"tokens": [2]}', ValueError, "not JSON"),
     ],
 )
 def test_a_bad_line_is_an_error_that_names_file_and_line(tmp_path, line, kind, word):
@@ -216,6 +226,22 @@ def test_a_bad_line_is_an_error_that_names_file_and_line(tmp_path, line, kind, w
         storage.write(f"{url}0{ending}", compress(good * 3 + line + b"\n" + good))
         check_error(url, word, f"line at byte {3 * len(good)}", kind=kind)
         (tmp_path / f"0{ending}").unlink()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"tokens":[ 1,2 ,\t3 ] }',
+        b'{"meta": {"tokens": [9]}, "tokens": [1, 2, 3]}',
+        b'{"tokens": [1, 2, 3], "text": "\\"tokens\\": [9]"}',
+        b'{"\\u0074okens": [1, 2, 3], "x": {"tokens": [9]}}',
+        b'{"text": "\\u0000", "a": [[]], "tokens" : [1, 2, 3]}',
+        b'{"tokens": [9], "tokens": [1, 2, 3]}',
+        b'{"tokens": [1, 2, 3], "text": "\xc3\xa9 ] ["}',
+    ],
+)
+def test_a_good_line_is_read_as_json_would(tmp_path, line):
+    assert lines(f"file://{tmp_path}/", line + b"\n" + line) == [[1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("num_rows", [1, 1000])

@@ -18,7 +18,8 @@ import torch
 from sources import same, stored
 
 from ibm_nodes import Batcher, CausalLMCollator, Loader, Mixer, Packer, Prefetcher, Reader, Sharder, Shuffler
-from ibm_nodes.state import merge
+from ibm_nodes.node import render
+from ibm_nodes.state import copy_state, merge
 
 EOS, SEQ_LEN, NUM_SHARDS, BATCH = 2, 128, 24, 24
 WEIGHTS = {"web": 0.6, "code": 0.3, "books": 0.1}
@@ -271,6 +272,27 @@ def test_a_state_never_changes_once_it_was_taken(moved):
     for state, at_that_time in states:
         assert same(state, at_that_time)
     assert len({repr(state) for state, _ in states}) == 4
+
+
+@pytest.mark.parametrize("prefetch_factor", [0, 3])
+def test_a_snapshot_that_is_rendered_late_is_the_state_of_its_time(moved, prefetch_factor):
+    root = build(0, 1, prefetch_factor=3, **moved).root
+    loader = Loader(root if prefetch_factor else root.source)
+    taken = []
+    for _ in range(12):
+        next(iter(loader))
+        taken.append((loader.snapshot(), loader.state_dict()))
+    late = build(0, 1, prefetch_factor=3, **moved)  # of which nothing was rendered in time
+    late = Loader(late.root if prefetch_factor else late.root.source)
+    snapshots = []
+    for _ in range(12):
+        next(iter(late))
+        snapshots.append(late.snapshot())
+    loader.close()
+    late.close()
+    for (first, state), second in zip(taken, snapshots, strict=True):
+        assert same(stored(state), stored(copy_state(render(first))))
+        assert same(stored(state), stored(copy_state(render(second))))
 
 
 def test_global_random_states_are_left_alone_and_do_not_matter(moved, reference):

@@ -341,6 +341,7 @@ def test_a_state_is_what_the_ranks_merge():
         assert loader.state_dict() == {
             "position": 6,
             "num_shards": 4,
+            "schedule": None,
             "shards": {1: (2, False, {"position": 2}), 3: (1, False, {"position": 1})},
         }
 

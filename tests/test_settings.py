@@ -2,6 +2,7 @@
 
 import corpora
 import pytest
+import torchdata.nodes
 from sources import stored
 
 from ibm_nodes import (
@@ -87,6 +88,23 @@ def test_the_recipe_is_described_without_the_credentials_of_its_listing(bucket):
     assert found[0]["global_batch_size"] == 12
     text = repr(found[0])
     assert not any(str(options[name]) in text for name in ("key", "secret"))
+
+
+def test_the_global_batch_is_what_a_step_takes_however_it_is_cut(tmp_path):
+    url = corpora.write(f"file://{tmp_path}/web/", [[corpora.documents([40] * 60)]], "parquet")
+    common = {"weights": {"web": 1}, "seq_len": 8, "eos_id": 1, "global_batch_size": 24, "num_shards": 24}
+    cuts = [(1, None), (1, 4), (2, 3), (4, 6), (4, None), (8, 1)]
+    found = [
+        describe(load_recipe("pretrain")({"web": url}, rank=0, world_size=size, micro_batch_size=micro, **common))
+        for size, micro in cuts
+    ]
+    assert [settings["global_batch_size"] for settings in found] == [24] * len(cuts)
+    assert len({derive_lineage(None, settings) for settings in found}) == 1
+    loader = build(rank=1, world_size=2, batch=8)
+    assert describe(loader)["global_batch_size"] == 8
+    assert describe(Loader(loader.root, global_batch_size=32))["global_batch_size"] == 32
+    with pytest.raises(ValueError, match="global_batch_size must be at least 1 or None, got 0"):
+        Loader(loader.root, global_batch_size=0)
 
 
 def test_differences_are_put_into_words():
@@ -181,3 +199,8 @@ def local(graph):
 def test_a_loader_without_a_sharder_is_refused():
     with pytest.raises(ValueError, match="must have a Sharder"):
         describe(Loader(Reader("file:///nowhere/", shard=0, num_shards=1)))
+
+
+def test_a_loader_of_another_class_is_refused():
+    with pytest.raises(TypeError, match="loader must be an ibm_nodes.Loader, got a torchdata.nodes.loader.Loader"):
+        describe(torchdata.nodes.Loader(build().root))

@@ -158,8 +158,8 @@ class TestEdges:
 
     def test_logical_shards_share_one_tokenizer(self, url, monkeypatch):
         reads = []
-        read = tokenizer.read_whole
-        monkeypatch.setattr(tokenizer, "read_whole", lambda *given: reads.append(given) or read(*given))
+        load = tokenizer.load_tokenizer
+        monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *given: reads.append(given) or load(*given))
         node = Sharder(lambda *_: Tokenizer(Items(rows(TEXTS)), url), num_shards=8, rank=0, world_size=1)
         assert len(take(node)) == 8 * len(TEXTS)
         assert len(reads) == 1

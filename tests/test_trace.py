@@ -10,9 +10,22 @@ import numpy as np
 import pytest
 from torchdata.nodes import BaseNode
 
-from ibm_nodes import Batcher, CausalLMCollator, Loader, Packer, Reader, Sharder, cli, load_recipe
+from ibm_nodes import (
+    Batcher,
+    CausalLMCollator,
+    Loader,
+    Mixer,
+    Packer,
+    Reader,
+    Schedule,
+    Sharder,
+    cli,
+    load_recipe,
+    set_weights,
+)
 from ibm_nodes.checkpoint import load, save
-from ibm_nodes.trace import documents, to_text, trace
+from ibm_nodes.text import bytes_to_text
+from ibm_nodes.trace import documents, trace
 
 SEQ_LEN, NUM_SHARDS, EOS = 64, 24, 999_999
 STRIDE = corpora.STRIDE
@@ -314,6 +327,39 @@ def test_data_that_ends_and_items_that_are_no_samples(urls):
         trace(finite(urls["web"], Reader), step=1, global_batch_size=4)
 
 
+def scheduled(urls):
+    """A loader whose weights change at sample 60, and as they are told to."""
+    schedule = Schedule([(0, {"web": 3, "code": 1}), (60, {"web": 1, "code": 9})])
+
+    def graph(shard, num_shards):
+        sources = {name: Reader(url, name=name, shard=shard, num_shards=num_shards) for name, url in urls.items()}
+        return Packer(Mixer(sources, weights=schedule, seed=shard), seq_len=32, eos_id=EOS)
+
+    node = Sharder(graph, num_shards=4, rank=0, world_size=1, schedule=schedule)
+    return Loader(Batcher(node, batch_size=4, collate=CausalLMCollator(shift_labels=False)))
+
+
+@pytest.mark.parametrize("saved", [0, 8, 22])
+def test_a_replay_follows_the_weights_as_they_were_at_each_sample(urls, tmp_path, saved):
+    target = f"file://{tmp_path}/run"
+    loader = scheduled(urls)
+    set_weights(loader, {"web": 0, "code": 1}, at=80)
+    batches = []
+    for step in range(1, 31):
+        batches.append(next(iter(loader))["input_ids"].tolist())
+        if step == saved:
+            save(loader, target, step=step).result(30)
+    for step in range(saved + 1, 31, 3):
+        other = scheduled(urls)
+        if not saved:
+            if step > 20:
+                continue  # what was set in the run is known from its checkpoints alone
+            found = trace(other, step=step, global_batch_size=4)
+        else:
+            found = trace(other, step=step, global_batch_size=4, url=target)
+        assert [traced.sample.tokens.tolist() for traced in found.samples] == batches[step - 1]
+
+
 # Text
 
 
@@ -332,7 +378,7 @@ def test_text_is_written_with_the_boundaries_of_the_documents(ibm_nodes, tmp_pat
 
 
 def test_bytes_that_are_no_text_are_written_too():
-    assert to_text([72, 105, 300, 0xE2, 0x98]) == "Hi<300>\ufffd"
+    assert bytes_to_text([72, 105, 300, 0xE2, 0x98]) == "Hi<300>\ufffd"
 
 
 # Digests
