@@ -36,7 +36,7 @@ def load_tokenizer(url: str, storage_options: Options = None) -> tuple[Any, str]
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ImportError(
-            "tokenizers must be installed to read a tokenizer, and is not: pip install 'ibm-nodes[text]'"
+            "tokenizers must be installed to use a tokenizer, and is not: pip install 'ibm-nodes[text]'"
         ) from error
     data = read_whole(url, storage_options)
     try:

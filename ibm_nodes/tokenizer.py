@@ -38,11 +38,12 @@ class Tokenizer(Node[Document]):
             opens documents by itself, and doubles none of them.
         allow_special_tokens: a text that spells out a special token, such as ``<|endoftext|>``, has that token there;
             False makes ordinary tokens of it.
+        vocab_size: all ids of the tokenizer must be below it, if it is given.
         storage_options: fsspec's options for the store of the ``tokenizer.json``.
 
     Raises:
-        ImportError, ValueError, OSError: when it is reset, if the library is not there, or the file is of another kind
-            or cannot be read.
+        ImportError, ValueError, OSError: when it is reset, if the library is not there, or the file is of another kind,
+            cannot be read, or has ids that are not below vocab_size.
         LookupError, TypeError: while reading, if a row has no such column, or no text in it; a note names the row.
         ValueError: while reading, if no text had a token in 8 passes over the data, or one is not valid Unicode.
     """
@@ -61,6 +62,7 @@ class Tokenizer(Node[Document]):
         column: str = "text",
         add_special_tokens: bool = False,
         allow_special_tokens: bool = False,
+        vocab_size: int | None = None,
         storage_options: Options = None,
     ) -> None:
         super().__init__()
@@ -69,11 +71,17 @@ class Tokenizer(Node[Document]):
         self.column = column
         self.add_special_tokens = add_special_tokens
         self.allow_special_tokens = allow_special_tokens
+        self.vocab_size = vocab_size
         self.storage_options = storage_options
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
         self._encoder = encoder(self.tokenizer, self.allow_special_tokens, self.storage_options)
+        if self.vocab_size is not None and self._encoder.num_ids > self.vocab_size:
+            raise ValueError(
+                f"vocab_size must be at least {self._encoder.num_ids} for {self.tokenizer}, got {self.vocab_size}: the "
+                "model could not embed all ids"
+            )
         settings = {name: getattr(self, name) for name in self.SETTING_KEYS}
         self._settings = settings | {self.DIGEST_KEY: self._encoder.digest}
         self._skipped, place = 0, None

@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import BaseNode
@@ -22,6 +22,7 @@ from ibm_nodes import (
     Schedule,
     Sharder,
     Shuffler,
+    Tokenizer,
 )
 from ibm_nodes.recipes.distributed import check_agreement, data_parallel, from_rank_zero, list_all
 
@@ -32,6 +33,15 @@ BLOCK_BYTES = 2 << 20
 """About what the present block of one dataset takes in one logical shard."""
 MEMORY_SHARE = 0.25
 """Share of the machine's memory above which a warning says so."""
+
+
+class Text(NamedTuple):
+    """How a column of text becomes tokens: the arguments of ``Tokenizer``."""
+
+    tokenizer: str
+    add_special_tokens: bool = False
+    allow_special_tokens: bool = False
+    storage_options: Mapping[str, Any] | None = None
 
 
 def pretrain(
@@ -61,6 +71,7 @@ def pretrain(
     rank: int | None = None,
     world_size: int | None = None,
     mesh: DeviceMesh | None = None,
+    text: Text | None = None,
 ) -> Loader[Any]:
     """Streams a weighted mix of tokenized datasets as packed, shuffled batches, the same at every world size.
 
@@ -100,6 +111,7 @@ def pretrain(
         rank: data-parallel rank; else from the mesh, torch.distributed, torchrun, or 0.
         world_size: number of data-parallel ranks; else as rank.
         mesh: device mesh whose dimensions have names; members of a tensor-parallel group get equal batches.
+        text: how to tokenize the column, if it holds text; the recipe ``pretrain-text`` gives it.
 
     Raises:
         ValueError: if something does not divide or is out of range.
@@ -127,6 +139,7 @@ def pretrain(
         max_dataset_tokens=dict(max_dataset_tokens or {}),
         renamed=dict(renamed or {}),
         buffer_size=buffer_size,
+        text=text,
     )
     for what, names in (("epochs", epochs), ("max_dataset_tokens", max_dataset_tokens), ("renamed", renamed)):
         if unknown := sorted(set(names or ()) - set(datasets)):
@@ -177,9 +190,10 @@ def pretrain_graph(
     max_dataset_tokens: Mapping[str, int],
     renamed: Mapping[str, str],
     buffer_size: int,
+    text: Text | None,
 ) -> BaseNode[Sample]:
     """Builds the graph of one logical shard."""
-    sources = {
+    sources: dict[str, BaseNode[Any]] = {
         name: Reader(
             listing.url,
             name=renamed.get(name, name),
@@ -187,13 +201,25 @@ def pretrain_graph(
             num_shards=num_shards,
             seed=seed,
             column=column,
+            columns=None if text is None else [column],
             epochs=epochs.get(name),
-            vocab_size=vocab_size,
+            vocab_size=vocab_size if text is None else None,
             holdout=holdout,
             listing=listing,
         )
         for name, listing in listings.items()
     }
+    if text is not None:
+        build = functools.partial(
+            Tokenizer,
+            tokenizer=text.tokenizer,
+            column=column,
+            add_special_tokens=text.add_special_tokens,
+            allow_special_tokens=text.allow_special_tokens,
+            vocab_size=vocab_size,
+            storage_options=text.storage_options,
+        )
+        sources = {name: build(source) for name, source in sources.items()}
     limits = {name: -(-tokens // num_shards) for name, tokens in max_dataset_tokens.items()}
     mixer = Mixer(sources, weights=weights, seed=(seed, shard), max_tokens=limits, renamed=renamed)
     packer = Packer(mixer, seq_len=seq_len, eos_id=eos_id, bos_id=bos_id)
