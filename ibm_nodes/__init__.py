@@ -4,10 +4,12 @@ from ibm_nodes.attention import document_ids, flex_block_mask
 from ibm_nodes.batcher import Batcher
 from ibm_nodes.collator import CausalLMCollator
 from ibm_nodes.end_together import EndTogether
+from ibm_nodes.filter import Filter
 from ibm_nodes.formats import Lists, ShardFile, list_dataset
 from ibm_nodes.items import Document, Place, Sample, filler
 from ibm_nodes.listing import Listing, StoredObject
 from ibm_nodes.loader import Loader
+from ibm_nodes.mapper import Mapper
 from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
 from ibm_nodes.prefetcher import Prefetcher
@@ -19,15 +21,18 @@ from ibm_nodes.settings import set_weights
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.shuffler import Shuffler
 from ibm_nodes.stats import stats
+from ibm_nodes.tokenizer import Tokenizer
 
 __all__ = [
     "Batcher",
     "CausalLMCollator",
     "Document",
     "EndTogether",
+    "Filter",
     "Listing",
     "Lists",
     "Loader",
+    "Mapper",
     "Mixer",
     "Packer",
     "Place",
@@ -40,6 +45,7 @@ __all__ = [
     "Sharder",
     "Shuffler",
     "StoredObject",
+    "Tokenizer",
     "document_ids",
     "filler",
     "flex_block_mask",

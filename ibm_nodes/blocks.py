@@ -72,7 +72,7 @@ class Blocks:
         url: the dataset's prefix, for messages.
         key: seeds and names that the order depends on.
         part: this logical shard, and their number.
-        column: the column of integer lists.
+        column: the column of integer lists, or a tuple of columns.
         format: a format's name, what opens its files, or None to tell by the ending.
         vocab_size: ids must be below it, if it is given.
         listing: what is under the url, or what lists it.
@@ -86,7 +86,7 @@ class Blocks:
         *,
         key: tuple[Any, ...],
         part: tuple[int, int],
-        column: str,
+        column: formats.Columns,
         format: formats.Format,
         vocab_size: int | None,
         listing: Listing | Callable[[], Listing],
@@ -149,7 +149,8 @@ class Blocks:
 
     def _read(self, file: formats.ShardFile, number: int, item: Object) -> formats.Lists:
         try:
-            return check_ids(file.read(number), self._vocab_size, item.url)
+            lists = file.read(number)
+            return lists if isinstance(self._column, tuple) else check_ids(lists, self._vocab_size, item.url)
         except (ValueError, OSError, pa.ArrowException) as error:
             error.add_note(f"in block {number} of {item.url}")
             raise
@@ -214,9 +215,9 @@ class Blocks:
         )
 
 
-def _open(listing: Listing, item: Object, column: str, format: formats.Format) -> formats.ShardFile:
+def _open(listing: Listing, item: Object, column: formats.Columns, format: formats.Format) -> formats.ShardFile:
     try:
-        return formats.opener(item.key, format)(StoredObject(listing, item), column)
+        return formats.open_file(StoredObject(listing, item), format, column)
     except (ValueError, OSError, pa.ArrowException) as error:
         error.add_note(f"while opening {item.url}")
         raise

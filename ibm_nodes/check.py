@@ -20,6 +20,7 @@ from ibm_nodes.reader import Reader
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.shuffler import Shuffler
 from ibm_nodes.storage import Object
+from ibm_nodes.tokenizer import Tokenizer, encoder
 
 N = TypeVar("N")
 
@@ -75,10 +76,11 @@ def check(
     datasets, blocks_bytes = {}, 0
     for reader in readers:
         listing, share = _listing(reader), _share(nodes, reader.name)
-        block, fault = _block(reader, listing)
+        tokenizer = _tokenizer(nodes, reader)
+        block, fault = _block(reader, listing, tokenizer)
         if fault and share:  # nothing is drawn at a weight of zero
             problems.append(fault)
-        datasets[reader.name] = _dataset(reader, listing, block, share, num_tokens)
+        datasets[reader.name] = _dataset(reader, tokenizer, listing, block, share, num_tokens)
         blocks_bytes += _blocks_bytes(listing, block, num_owned)
     packer = _first(nodes, Packer)
     return {
@@ -109,22 +111,28 @@ def _share(nodes: Sequence[Any], name: str) -> float:
     return mixer.weights[name] / sum(mixer.weights.values()) if mixer and name in mixer.weights else 1.0
 
 
+def _tokenizer(nodes: Sequence[Any], reader: Reader) -> Tokenizer | None:
+    """Gives the tokenizer of a reader's rows."""
+    tokenizers = (node for node in nodes if isinstance(node, Tokenizer))
+    return next((node for node in tokenizers if any(below is reader for below in _nodes(node))), None)
+
+
 def _listing(reader: Reader) -> Listing:
     options = reader.storage_options
     return reader.listing or formats.list_dataset(reader.url, format=reader.format, storage_options=options)
 
 
-def _block(reader: Reader, listing: Listing) -> tuple[Block | None, Exception | None]:
+def _block(reader: Reader, listing: Listing, tokenizer: Tokenizer | None) -> tuple[Block | None, Exception | None]:
     """Gives a block that has a token, if there is one, and what reading the dataset would raise."""
     try:
         for item, file, number in itertools.islice(_places(reader, listing), MAX_BLOCKS):
-            block = _read(item, file, number, reader.vocab_size)
+            block = _read(item, file, number, reader.vocab_size, tokenizer)
             if block.num_tokens:
                 return block, block.fault
-    except (ValueError, LookupError, TypeError, OSError, pa.ArrowException) as error:
+    except (ValueError, LookupError, TypeError, OSError, ImportError, pa.ArrowException) as error:
         return None, error
     return None, ValueError(
-        f"dataset {reader.name!r} at {reader.url} has no token in column {reader.column!r}, as far as was looked: "
+        f"dataset {reader.name!r} at {reader.url} has no token in column {_column(reader)!r}, as far as was looked: "
         "leave it out of the mix"
     )
 
@@ -132,20 +140,25 @@ def _block(reader: Reader, listing: Listing) -> tuple[Block | None, Exception | 
 def _places(reader: Reader, listing: Listing) -> Iterator[tuple[Object, formats.ShardFile, int]]:
     """Gives the blocks of a dataset, those of the largest file first, and of a file those from the middle on."""
     for item in sorted(listing.objects, key=lambda item: -item.size):
-        file = formats.opener(item.key, reader.format)(StoredObject(listing, item), reader.column)
+        file = formats.open_file(StoredObject(listing, item), reader.format, reader.columns or reader.column)
         middle = len(file.groups) // 2 if file.splittable else 0
         for number in [*range(middle, len(file.groups)), *range(middle)]:
             yield item, file, number
 
 
-def _read(item: Object, file: formats.ShardFile, number: int, vocab_size: int | None) -> Block:
+def _read(
+    item: Object, file: formats.ShardFile, number: int, vocab_size: int | None, tokenizer: Tokenizer | None
+) -> Block:
     place, fault = f"in block {number} of {item.url}", None
     try:
         lists = file.read(number)
-    except (ValueError, OSError, pa.ArrowException) as error:
+        if tokenizer is not None:
+            lists = _tokens(lists, tokenizer)
+            vocab_size = tokenizer.vocab_size
+    except (ValueError, TypeError, OSError, pa.ArrowException) as error:
         error.add_note(place)
         raise
-    kind = f"lists of {lists.values.dtype}"
+    kind = f"lists of {lists.values.dtype}" if tokenizer is None else "text"
     rows = zip(lists.begins.tolist(), lists.ends.tolist(), strict=True)
     largest_id = max((int(lists.values[begin:end].max()) for begin, end in rows if begin < end), default=-1)
     try:
@@ -164,8 +177,24 @@ def _read(item: Object, file: formats.ShardFile, number: int, vocab_size: int | 
     )
 
 
+def _column(reader: Reader) -> str:
+    return ", ".join(reader.columns or [reader.column])
+
+
+def _tokens(lists: formats.Lists, tokenizer: Tokenizer) -> formats.Lists:
+    """Tokenizes rows of text."""
+    texts = [row[tokenizer.column] or "" for row in lists.values]
+    made = encoder(tokenizer.tokenizer, tokenizer.allow_special_tokens, tokenizer.storage_options)
+    return formats.Lists.of(made.encode(texts, tokenizer.add_special_tokens), lists.rows)
+
+
 def _dataset(
-    reader: Reader, listing: Listing, block: Block | None, share: float, num_tokens: int | None
+    reader: Reader,
+    tokenizer: Tokenizer | None,
+    listing: Listing,
+    block: Block | None,
+    share: float,
+    num_tokens: int | None,
 ) -> dict[str, Any]:
     num_bytes = listing.starts[-1]
     estimate = num_bytes * block.num_tokens // block.stored_bytes if block else None
@@ -176,16 +205,16 @@ def _dataset(
         "tokens": estimate,
         "share": share,
         "passes": num_tokens * share / estimate if num_tokens and estimate else None,
-        "column": reader.column,
+        "column": _column(reader),
         "type": block.type if block else None,
         "largest_id": block.largest_id if block else None,
-        "vocab_size": reader.vocab_size,
+        "vocab_size": reader.vocab_size if tokenizer is None else tokenizer.vocab_size,
         "resume_bytes": block.resume_bytes if block else None,
     }
 
 
 def _beyond_vocabulary(nodes: Sequence[Any]) -> list[Exception]:
-    packer, reader = _first(nodes, Packer), _first(nodes, Reader)
+    packer, reader = _first(nodes, Packer), _first(nodes, Tokenizer) or _first(nodes, Reader)
     vocab_size = reader.vocab_size if reader else None
     if packer is None or vocab_size is None:
         return []

@@ -1,9 +1,13 @@
 """What flows between nodes, and how a buffer of it becomes plain data for a state."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 TAG = "__item__"
 KEY_TYPES = (str, int, float, bool)
@@ -59,6 +63,52 @@ class Sample(NamedTuple):
 def filler(seq_len: int, pad_id: int = 0) -> Sample:
     """Gives the sample that logical shards which have ended yield in a finite pass: padding alone."""
     return Sample(np.full(seq_len, pad_id, np.int32), starts=())
+
+
+Row = dict[str, Any]
+"""A row of a dataset: its columns by name, and beside them its place, under `ORIGIN_KEYS`."""
+
+
+class Origin(NamedTuple):
+    """Where a document or a row comes from; the attributes are those of ``Document``."""
+
+    url: str = ""
+    row: int = 0
+    name: str = ""
+    epoch: int = 0
+
+
+ORIGIN_KEYS = tuple(f"__{field}__" for field in Origin._fields)
+
+
+def origin_of(item: Any) -> Origin | None:
+    """Gives where an item comes from; None if it is neither a document nor a row."""
+    if type(item) is Document:
+        return Origin(*item[1:])
+    if isinstance(item, dict) and ORIGIN_KEYS[0] in item:
+        return Origin(*(item[key] for key in ORIGIN_KEYS))
+    return None
+
+
+def num_tokens_of(item: Any) -> int:
+    """Gives how many tokens an item has; a row, whose tokens are not known, has none."""
+    return len(item.tokens) if hasattr(item, "tokens") else 0
+
+
+def call(function: Callable[[T], U], item: T) -> U:
+    """Calls a user's function of an item; an error names the place, and is never taken for the end of data."""
+    try:
+        return function(item)
+    except StopIteration as error:
+        raise RuntimeError(f"a function of {_describe(item)} raised StopIteration, which is no end of data") from error
+    except BaseException as error:
+        error.add_note(f"in {_describe(item)}")
+        raise
+
+
+def _describe(item: Any) -> str:
+    origin = origin_of(item)
+    return f"row {origin.row} of {origin.url}" if origin else f"an item of class {type(item).__name__}"
 
 
 def masked_in(tokens: np.ndarray) -> np.ndarray | None:

@@ -1,12 +1,13 @@
 """Reader: the documents of one logical shard of one dataset."""
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from ibm_nodes import formats
 from ibm_nodes.blocks import Block, Blocks, Cursor, HeldOut
-from ibm_nodes.items import Document
+from ibm_nodes.items import ORIGIN_KEYS, Document, Row
 from ibm_nodes.listing import Listing, current_session
 from ibm_nodes.node import Node, Snapshot
 from ibm_nodes.permutation import Seed, check_seed
@@ -16,11 +17,11 @@ from ibm_nodes.storage import Options
 
 FIRST_READ_BYTES = 1 << 20
 MAX_DEPTH = 8
-SETTINGS = ("name", "seed", "shard", "num_shards", "column", "holdout", "split")
+SETTINGS = ("name", "seed", "shard", "num_shards", "column", "columns", "holdout", "split")
 
 
-class Reader(Node[Document]):
-    """Yields the documents of one logical shard of a dataset, each pass in another order.
+class Reader(Node[Any]):
+    """Yields the documents, or rows, of one logical shard of a dataset, each pass in another order.
 
     The dataset is what lies under a prefix. Logical shard l owns the bytes [l T / L, (l + 1) T / L) of the T bytes
     listed: blocks that lie inside it, and its part of the rows of blocks that its edges cut, so that every row has
@@ -38,6 +39,9 @@ class Reader(Node[Document]):
         num_shards: number of logical shards.
         seed: an int or a tuple of ints, the same for all shards.
         column: the column of integer lists.
+        columns: yield rows in place of documents: dicts of these columns of any types, and the place under
+            ``__url__``, ``__row__``, ``__name__`` and ``__epoch__``. Lists of integers are arrays, except from JSON
+            lines; the rest are Python's own values. For Arrow and Parquet files and JSON lines.
         format: "arrow", "parquet", "jsonl", "megatron", "mds" or "webdataset"; None tells by the ending. Or what opens
             a file of a format of one's own, and gives a ``ShardFile``.
         epochs: passes over the data; None goes on for ever.
@@ -67,6 +71,7 @@ class Reader(Node[Document]):
         num_shards: int,
         seed: Seed = 0,
         column: str = "tokens",
+        columns: Sequence[str] | None = None,
         format: formats.Format = None,
         epochs: int | None = None,
         vocab_size: int | None = None,
@@ -88,6 +93,10 @@ class Reader(Node[Document]):
             )
         if split == "validation" and not holdout:
             raise ValueError('split="validation" needs a holdout above 0, the one that the training data are read with')
+        if columns is not None and (isinstance(columns, str) or not columns or len(set(columns)) < len(columns)):
+            raise ValueError(f"columns must be a list of different names, or None, got {columns!r}")
+        if columns is not None and vocab_size is not None:
+            raise ValueError("vocab_size must be None with columns: rows are not looked into")
         formats.suffixes(format)
         self.url = url
         self.name = url.rstrip("/").rsplit("/", 1)[-1] if name is None else name
@@ -95,6 +104,7 @@ class Reader(Node[Document]):
         self.num_shards = num_shards
         self.seed = check_seed(seed)
         self.column = column
+        self.columns = None if columns is None else tuple(columns)
         self.format = format
         self.epochs = epochs
         self.vocab_size = vocab_size
@@ -121,7 +131,7 @@ class Reader(Node[Document]):
             self.url,
             key=("Reader", self.seed, self.name, self.shard),
             part=(self.shard, self.num_shards),
-            column=self.column,
+            column=self.columns or self.column,
             format=self.format,
             vocab_size=self.vocab_size,
             listing=self.listing
@@ -135,10 +145,11 @@ class Reader(Node[Document]):
         self._ask_at = 0
         self._ask()
 
-    def next(self) -> Document:
-        return self.draw(1, extra=1)[0]
+    def next(self) -> Document | Row:
+        item: Document | Row = self.draw(1, extra=1)[0]
+        return item
 
-    def draw(self, num_tokens: int, extra: int = 0) -> list[Document]:
+    def draw(self, num_tokens: int, extra: int = 0) -> list[Any]:
         block = self._block
         while block is None or self._row >= block.num_rows:
             if block is not None:
@@ -154,6 +165,10 @@ class Reader(Node[Document]):
             self._ask()
         values, url, name, epoch = block.lists.values, block.url, self.name, self._at.epoch
         rows = zip(begins[first:last], ends[first:last], block.rows[first:last], strict=True)
+        if self.columns is not None:
+            places = ((url, row, name, epoch) for _, _, row in rows)
+            each = zip(values[begins[first:last]], places, strict=True)
+            return [{**row, **dict(zip(ORIGIN_KEYS, place, strict=True))} for row, place in each]
         new = tuple.__new__  # in C, where a named tuple's own is in Python
         return [new(Document, (values[begin:end], url, row, name, epoch)) for begin, end, row in rows]
 
@@ -239,7 +254,8 @@ class Reader(Node[Document]):
                 following = Cursor(self.epochs, False, 0, 0)
             elif self._at.whole:
                 raise ValueError(
-                    f"dataset {self.name!r} at {self.url} has no token in column {self.column!r}"
+                    f"dataset {self.name!r} at {self.url} has no "
+                    + ("row" if self.columns else f"token in column {self.column!r}")
                     + (f" of its {self.split} split with holdout={self.holdout}" if self.holdout else "")
                     + ": leave it out of the mix"
                 )

@@ -19,8 +19,9 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
         ``store`` (of the whole process: requests, bytes, seconds in requests, seconds that nodes waited for blocks),
         ``packing``: documents that were packed, the shares of them that were ``truncated`` (cut by the end of a sample
         or to its length) and ``dropped``, and the share of samples that is ``padding``; and ``datasets``: for each name
-        tokens and documents drawn, ``share`` of all tokens, ``weight``, ``passes`` over the data, and ``skipped``,
-        documents without tokens. What waits in buffers counts.
+        tokens and documents drawn, ``share`` of all tokens, ``weight``, ``passes`` over the data, ``skipped``,
+        documents without tokens, and ``dropped`` documents and ``dropped_tokens`` if a ``Filter`` dropped any. What
+        waits in buffers counts.
     """
     state = loader.state_dict()
     shards = list(state.get(SHARDS_KEY, {0: state}).values())
@@ -70,6 +71,11 @@ def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict
         entry = datasets.setdefault(name or reader["settings"]["name"], {"passes": 0, "skipped": 0})
         entry["passes"] += reader["passes"] * (num_shards if reader["whole"] else 1) / num_owned
         entry["skipped"] += reader["skipped"]
+    for dropped in (found["dropped"] for shard in shards for found in _find(shard, "dropped")):
+        for name, (documents, tokens) in dropped.items():
+            entry = datasets.setdefault(name, {})
+            entry["dropped"] = entry.get("dropped", 0) + documents
+            entry["dropped_tokens"] = entry.get("dropped_tokens", 0) + tokens
     drawn = sum(entry.get("tokens", 0) for entry in datasets.values())
     for entry in datasets.values():
         if drawn and "tokens" in entry:
@@ -81,8 +87,10 @@ def _readers(shard: State) -> Iterator[tuple[str, State]]:
     """Gives the states of readers by the name that a mixer has for each; "" without a mixer."""
     mixed = [(name, source) for mixer in _find(shard, "credits") for name, source in mixer["sources"].items()]
     for name, source in mixed or [("", shard)]:
+        texts = sum(found["without_tokens"] for found in _find(source, "without_tokens"))
         for reader in _find(source, "passes"):
-            yield name, reader
+            yield name, {**reader, "skipped": reader["skipped"] + texts}
+            texts = 0
 
 
 def _find(state: Any, key: str) -> Iterator[State]:

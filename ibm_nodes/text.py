@@ -1,8 +1,9 @@
-"""Text: what a person reads of tokens, by a tokenizer or byte by byte."""
+"""Text: tokenizers, and what a person reads of tokens, by a tokenizer or byte by byte."""
 
+import hashlib
 import itertools
-import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ibm_nodes.storage import Options, read_whole
 
@@ -19,10 +20,8 @@ def bytes_to_text(tokens: Sequence[int]) -> str:
     return parts.decode("utf-8", "replace")
 
 
-def tokenizer_to_text(url: str, storage_options: Options = None) -> ToText:
-    """Gives a function that decodes tokens; an id that the tokenizer does not know is written in angle brackets.
-
-    Special tokens are written too. Nothing but the file is read: no hub is asked.
+def load_tokenizer(url: str, storage_options: Options = None) -> tuple[Any, str]:
+    """Gives a tokenizer, and a hash of its file. Nothing but the file is read: no hub is asked.
 
     Args:
         url: a ``tokenizer.json``: a path on a disk, or a URL at any store that fsspec knows.
@@ -37,15 +36,24 @@ def tokenizer_to_text(url: str, storage_options: Options = None) -> ToText:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise ImportError(
-            "tokenizers must be installed to decode with a tokenizer, and is not: pip install 'ibm-nodes[text]'"
+            "tokenizers must be installed to use a tokenizer, and is not: pip install 'ibm-nodes[text]'"
         ) from error
-    data = read_whole(url if "://" in url else f"file://{os.path.abspath(url)}", storage_options)
+    data = read_whole(url, storage_options)
     try:
         tokenizer = Tokenizer.from_str(data.decode())
     except Exception as error:  # the library raises no narrower class
         raise ValueError(
             f"{url} is no tokenizer.json of the library tokenizers ({error}): give the file that its save() wrote"
         ) from error
+    return tokenizer, hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def tokenizer_to_text(url: str, storage_options: Options = None) -> ToText:
+    """Gives a function that decodes tokens; an id that the tokenizer does not know is written in angle brackets.
+
+    Special tokens are written too. Arguments and errors are those of ``load_tokenizer``.
+    """
+    tokenizer, _ = load_tokenizer(url, storage_options)
 
     def to_text(tokens: Sequence[int]) -> str:
         runs = itertools.groupby(tokens, lambda token: tokenizer.id_to_token(token) is not None)

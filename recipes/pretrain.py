@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import BaseNode
@@ -24,6 +24,7 @@ from ibm_nodes import (
     Schedule,
     Sharder,
     Shuffler,
+    Tokenizer,
 )
 from ibm_nodes.recipes.distributed import check_agreement, data_parallel, from_rank_zero, list_all
 
@@ -35,6 +36,15 @@ BLOCK_BYTES = 2 << 20
 """About what the present block of one dataset takes in one logical shard."""
 MEMORY_SHARE = 0.25
 """Share of the machine's memory above which a warning says so."""
+
+
+class Text(NamedTuple):
+    """How a column of text becomes tokens: the arguments of ``Tokenizer``."""
+
+    tokenizer: str
+    add_special_tokens: bool = False
+    allow_special_tokens: bool = False
+    storage_options: Mapping[str, Any] | None = None
 
 
 def pretrain(
@@ -64,6 +74,7 @@ def pretrain(
     rank: int | None = None,
     world_size: int | None = None,
     mesh: DeviceMesh | None = None,
+    text: Text | None = None,
 ) -> Loader[Any]:
     """Streams a weighted mix of tokenized datasets as packed, shuffled batches, the same at every world size.
 
@@ -103,6 +114,7 @@ def pretrain(
         rank: data-parallel rank; else from the mesh, torch.distributed, torchrun, or 0.
         world_size: number of data-parallel ranks; else as rank.
         mesh: device mesh whose dimensions have names; members of a tensor-parallel group get equal batches.
+        text: how to tokenize the column, if it holds text; the recipe ``pretrain-text`` gives it.
 
     Raises:
         ValueError: if something does not divide or is out of range.
@@ -121,6 +133,7 @@ def pretrain(
         max_dataset_tokens=dict(max_dataset_tokens or {}),
         renamed=dict(renamed or {}),
         buffer_size=buffer_size,
+        text=text,
     )
     return build_loader(
         datasets,
@@ -158,6 +171,7 @@ def pretrain_graph(
     max_dataset_tokens: Mapping[str, int],
     renamed: Mapping[str, str],
     buffer_size: int,
+    text: Text | None,
 ) -> BaseNode[Sample]:
     """Builds the graph of one logical shard."""
     mixer = mix(
@@ -172,6 +186,7 @@ def pretrain_graph(
         epochs=epochs,
         max_dataset_tokens=max_dataset_tokens,
         renamed=renamed,
+        text=text,
     )
     packer = Packer(mixer, seq_len=seq_len, eos_id=eos_id, bos_id=bos_id)
     return Shuffler(packer, buffer_size=buffer_size, seed=(seed, shard))
@@ -190,12 +205,13 @@ def mix(
     epochs: Mapping[str, int] = NOTHING,
     max_dataset_tokens: Mapping[str, int] = NOTHING,
     renamed: Mapping[str, str] = NOTHING,
+    text: Text | None = None,
 ) -> Mixer[Document]:
     """Builds what reads and mixes the documents of one logical shard."""
     for what, names in (("epochs", epochs), ("max_dataset_tokens", max_dataset_tokens), ("renamed", renamed)):
         if unknown := sorted(set(names) - set(listings)):
             raise ValueError(f"{what} must be for the datasets {sorted(listings)}, got {unknown} too")
-    sources = {
+    sources: dict[str, BaseNode[Any]] = {
         name: Reader(
             listing.url,
             name=renamed.get(name, name),
@@ -203,13 +219,25 @@ def mix(
             num_shards=num_shards,
             seed=seed,
             column=column,
+            columns=None if text is None else [column],
             epochs=epochs.get(name),
-            vocab_size=vocab_size,
+            vocab_size=vocab_size if text is None else None,
             holdout=holdout,
             listing=listing,
         )
         for name, listing in listings.items()
     }
+    if text is not None:
+        build = functools.partial(
+            Tokenizer,
+            tokenizer=text.tokenizer,
+            column=column,
+            add_special_tokens=text.add_special_tokens,
+            allow_special_tokens=text.allow_special_tokens,
+            vocab_size=vocab_size,
+            storage_options=text.storage_options,
+        )
+        sources = {name: build(source) for name, source in sources.items()}
     limits = {name: -(-tokens // num_shards) for name, tokens in max_dataset_tokens.items()}
     return Mixer(sources, weights=weights, seed=(seed, shard), max_tokens=limits, renamed=renamed)
 

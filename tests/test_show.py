@@ -173,8 +173,7 @@ def test_a_file_that_is_not_there_and_a_library_that_is_not_installed(
     code, out, error = ibm_nodes("show", "pretrain", *flags_of(corpus, "--tokenizer", tokenizer))
     assert (code, out) == (1, "")
     assert error == (
-        "ibm-nodes: tokenizers must be installed to decode with a tokenizer, and is not: "
-        "pip install 'ibm-nodes[text]'\n"
+        "ibm-nodes: tokenizers must be installed to use a tokenizer, and is not: pip install 'ibm-nodes[text]'\n"
     )
 
 

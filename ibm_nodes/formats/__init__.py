@@ -4,14 +4,14 @@ A format is what opens an object and gives a ``ShardFile``; docs/formats.md has 
 Blocks depend on the file alone, never on memory or on who reads, since the order of documents is built from them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from ibm_nodes.formats.arrow_stream import open_arrow
 from ibm_nodes.formats.jsonl import open_json_lines
-from ibm_nodes.formats.lists import Lists
+from ibm_nodes.formats.lists import Columns, Lists
 from ibm_nodes.formats.mds import open_mds
 from ibm_nodes.formats.megatron import MegatronFile
 from ibm_nodes.formats.parquet import ParquetFile
@@ -79,6 +79,13 @@ FORMATS: dict[str, tuple[Opener, tuple[str, ...]]] = {
     "webdataset": (open_tar, (".tar", ".tar.gz", ".tgz", ".tar.zst")),
 }
 
+ROW_FORMATS: dict[str, Callable[[StoredObject, Columns], ShardFile]] = {
+    "arrow": open_arrow,
+    "parquet": ParquetFile,
+    "jsonl": open_json_lines,
+}
+"""Formats whose rows may have any columns."""
+
 
 def suffixes(format: Format) -> tuple[str, ...]:
     """Gives the endings of a format's files, or of all formats' for None; all files are of a format of one's own.
@@ -105,6 +112,25 @@ def opener(key: str, format: Format) -> Opener:
     raise LookupError(f"no format for {key!r}: give format, one of {', '.join(FORMATS)}")
 
 
+def open_file(file: StoredObject, format: Format, column: Columns) -> ShardFile:
+    """Opens an object for a column of token ids, or, given a tuple, for the rows of any columns.
+
+    Raises:
+        ValueError: if it is not of the format, or is damaged, or the format has no rows of several columns.
+        LookupError, TypeError: if it has no such column, or not one of integer lists.
+    """
+    opens = opener(file.key, format)
+    if isinstance(column, str):
+        return opens(file, column)
+    for name, opens_rows in ROW_FORMATS.items():
+        if opens is FORMATS[name][0]:
+            return opens_rows(file, column)
+    raise ValueError(
+        f"columns cannot be read from {file.url}, whose format gives token ids alone: give one of the formats "
+        f"{', '.join(ROW_FORMATS)}, or column in place of columns"
+    )
+
+
 def list_dataset(url: str, *, format: Format = None, storage_options: Options = None) -> Listing:
     """Lists the data files under a prefix, for ``Reader(listing=...)`` and for a look at what is there.
 
@@ -120,4 +146,15 @@ def list_dataset(url: str, *, format: Format = None, storage_options: Options = 
     return list_objects(url, storage_options, suffixes(format))
 
 
-__all__: Sequence[str] = ["FORMATS", "Format", "Lists", "Opener", "ShardFile", "list_dataset", "opener", "suffixes"]
+__all__: Sequence[str] = [
+    "FORMATS",
+    "Columns",
+    "Format",
+    "Lists",
+    "Opener",
+    "ShardFile",
+    "list_dataset",
+    "open_file",
+    "opener",
+    "suffixes",
+]

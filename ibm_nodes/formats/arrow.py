@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from ibm_nodes.formats.batches import CONTINUATION, PLACE, BatchDecoder
 from ibm_nodes.formats.flatbuffers import Table
-from ibm_nodes.formats.lists import Lists
+from ibm_nodes.formats.lists import Columns, Lists
 from ibm_nodes.listing import StoredObject
 
 MAGIC = b"ARROW1"
@@ -23,7 +23,7 @@ class ArrowFile:
 
     splittable = True
 
-    def __init__(self, file: StoredObject, column: str) -> None:
+    def __init__(self, file: StoredObject, column: Columns) -> None:
         self._file = file
         footer, self._schema = _footer(file)
         self._decoder = BatchDecoder(self._schema, column, file.url)

@@ -9,14 +9,14 @@ import pyarrow as pa
 from ibm_nodes.formats.arrow import ArrowFile, is_stream
 from ibm_nodes.formats.batches import CONTINUATION, PLACE, PREFIX_BYTES, RECORD_BATCH, BatchDecoder
 from ibm_nodes.formats.flatbuffers import Table
-from ibm_nodes.formats.lists import Lists, join
+from ibm_nodes.formats.lists import Columns, Lists, join
 from ibm_nodes.formats.sequential import SequentialFile
 from ibm_nodes.listing import StoredObject
 
 SCHEMA, DICTIONARY = 1, 2
 
 
-def open_arrow(file: StoredObject, column: str) -> ArrowFile | SequentialFile:
+def open_arrow(file: StoredObject, column: Columns) -> ArrowFile | SequentialFile:
     """Opens an Arrow IPC file or stream, whichever it is by its content."""
     try:
         return ArrowFile(file, column)
@@ -27,9 +27,9 @@ def open_arrow(file: StoredObject, column: str) -> ArrowFile | SequentialFile:
 
 
 class StreamDecoder:
-    """Takes one column out of a stream; a row is 2**32 * record batch + row in it."""
+    """Takes one column, or the rows of several, out of a stream; a row is 2**32 * record batch + row in it."""
 
-    def __init__(self, column: str, url: str) -> None:
+    def __init__(self, column: Columns, url: str) -> None:
         self._column, self._url = column, url
         self._buffer = bytearray()
         self._ended = False

@@ -13,7 +13,16 @@ import numpy as np
 import pyarrow as pa
 
 from ibm_nodes.formats.flatbuffers import Table
-from ibm_nodes.formats.lists import ROWS_PER_BATCH, Lists, check_column, join, to_lists
+from ibm_nodes.formats.lists import (
+    ROWS_PER_BATCH,
+    Columns,
+    Lists,
+    check_column,
+    check_columns,
+    join,
+    to_dicts,
+    to_lists,
+)
 
 PLACE = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("padding", "<i4"), ("body", "<i8")])
 """A record batch: where it begins, the bytes of its metadata with their prefix, and those of its body."""
@@ -23,7 +32,7 @@ RECORD_BATCH = 3
 
 
 class BatchDecoder:
-    """Takes one column out of record batches.
+    """Takes one column, or the rows of several, out of record batches.
 
     A column of integer lists has a document in each row. In a column of integers each batch is a document.
 
@@ -31,8 +40,12 @@ class BatchDecoder:
         LookupError, TypeError: if there is no such column, or it holds something else.
     """
 
-    def __init__(self, schema: pa.Schema, column: str, url: str) -> None:
+    def __init__(self, schema: pa.Schema, column: Columns, url: str) -> None:
         self._schema, self._column = schema, column
+        self._plan: _Plan | None = None
+        if isinstance(column, tuple):
+            check_columns(schema, column, url)
+            return
         if column not in schema.names or not pa.types.is_integer(schema.field(column).type):
             check_column(schema, column, url)
         self._index = schema.get_field_index(column)
@@ -80,10 +93,13 @@ class BatchDecoder:
                     batch = stream.read_next_batch()
             except (EOFError, StopIteration) as error:
                 raise ValueError(f"record batch {number} cannot be read: it is damaged") from error
-            parts.append(self._lists(batch.column(self._index), number * ROWS_PER_BATCH))
+            parts.append(self._lists(batch, number * ROWS_PER_BATCH))
         return parts
 
-    def _lists(self, array: pa.Array, row: int) -> Lists:
+    def _lists(self, batch: pa.RecordBatch, row: int) -> Lists:
+        if isinstance(self._column, tuple):
+            return to_dicts(batch, self._column, row)
+        array = batch.column(self._index)
         if not pa.types.is_integer(array.type):
             return to_lists(array, self._column, row)
         array.validate()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ibm_nodes.formats.lists import Lists
+from ibm_nodes.formats.lists import Columns, Lists
 from ibm_nodes.formats.sequential import SequentialFile
 from ibm_nodes.listing import StoredObject
 
@@ -24,7 +24,7 @@ STAND_IN = b'["\\u0000"]'
 LARGEST_ID = (1 << 63) - 1
 
 
-def open_json_lines(file: StoredObject, column: str) -> "JSONLinesFile | SequentialFile":
+def open_json_lines(file: StoredObject, column: Columns) -> "JSONLinesFile | SequentialFile":
     """Opens a file of JSON lines, compressed or not as its ending says."""
     if file.key.lower().endswith((".gz", ".zst")):
         return SequentialFile(file, partial(LineDecoder, column, file.url))
@@ -36,7 +36,7 @@ class JSONLinesFile:
 
     splittable = True
 
-    def __init__(self, file: StoredObject, column: str) -> None:
+    def __init__(self, file: StoredObject, column: Columns) -> None:
         self._file, self._column = file, column
         self.spans = np.append(np.arange(0, file.size, BLOCK_BYTES), file.size)
         self.groups = np.arange(len(self.spans) - 1)
@@ -76,7 +76,7 @@ class JSONLinesFile:
 class LineDecoder:
     """Takes a column out of JSON lines that come in pieces."""
 
-    def __init__(self, column: str, url: str) -> None:
+    def __init__(self, column: Columns, url: str) -> None:
         self._column, self._url = column, url
         self._pieces: list[bytes] = []  # of the line that has not ended
         self._offset = 0
@@ -93,20 +93,22 @@ class LineDecoder:
         return to_rows(text, offset, self._column, self._url) if wanted else None
 
 
-def to_rows(text: bytes, offset: int, column: str, url: str) -> Lists:
-    """Takes lists of token ids out of whole lines, of which the first begins at ``offset``.
+def to_rows(text: bytes, offset: int, column: Columns, url: str) -> Lists:
+    """Takes lists of token ids, or dicts of several columns, out of whole lines, the first of which is at ``offset``.
 
     Raises:
         ValueError: naming the line, if it is no JSON object, or its column no list of integers.
         LookupError: naming the line, if it has no such column.
     """
+    if isinstance(column, tuple):
+        return _to_dicts(text, offset, column, url)
     key = json.dumps(column).encode()
     arrays, rows = [], []
     for line, begin in lines(text, offset):
         array = _quick(line, key, column)
         if array is None:
             place = f"the line at byte {begin} of {url}"
-            array = _to_array(parse(line, column, place), column, place)
+            array = _to_array(_value(parse(line, place), column, place), column, place)
         arrays.append(array)
         rows.append(begin)
     return Lists.of(arrays, rows)
@@ -122,12 +124,11 @@ def lines(text: bytes, offset: int) -> Iterator[tuple[bytes, int]]:
         offset += len(line) + 1
 
 
-def parse(line: bytes, column: str, place: str) -> Any:
-    """Gives the value of a column.
+def parse(line: bytes, place: str) -> dict[str, Any]:
+    """Gives the object of a line.
 
     Raises:
         ValueError: naming the place, if the line is no JSON object.
-        LookupError: naming the place, if it has no such column.
     """
     try:
         row = json.loads(line)
@@ -135,9 +136,25 @@ def parse(line: bytes, column: str, place: str) -> Any:
         raise ValueError(f"{place} is not JSON: {error}") from error
     if not isinstance(row, dict):
         raise ValueError(f"{place} is not a JSON object but {type(row).__name__}: give lines of objects")
+    return row
+
+
+def _value(row: dict[str, Any], column: str, place: str) -> Any:
     if column not in row:
         raise LookupError(f"no column {column!r} in {place}: give column, one of {', '.join(map(repr, row))}")
     return row[column]
+
+
+def _to_dicts(text: bytes, offset: int, columns: tuple[str, ...], url: str) -> Lists:
+    values: dict[str, list[Any]] = {column: [] for column in columns}
+    rows = []
+    for line, begin in lines(text, offset):
+        place = f"the line at byte {begin} of {url}"
+        row = parse(line, place)
+        for column in columns:
+            values[column].append(_value(row, column, place))
+        rows.append(begin)
+    return Lists.of_dicts(values, rows)
 
 
 def _quick(line: bytes, key: bytes, column: str) -> np.ndarray | None:

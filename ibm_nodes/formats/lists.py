@@ -1,12 +1,15 @@
 """Lists: rows of integers, taken out of Arrow arrays whatever their layout."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 ROWS_PER_BATCH = 1 << 32
+Columns = str | tuple[str, ...]
+"""A column of token ids, or columns of anything, which are read as dicts."""
 LIST_TYPES = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 VIEW_TYPES = (pa.types.is_list_view, pa.types.is_large_list_view)
 
@@ -18,6 +21,8 @@ LINES = tuple(f".{form}{codec}" for form in ("jsonl", "ndjson", "json") for code
 @dataclass(frozen=True, eq=False)
 class Lists:
     """Rows of integers: number i is ``values[begins[i]:ends[i]]``, empty where it was null.
+
+    Where columns were asked for by a tuple, the values are dicts, one a row.
 
     ``rows`` says where each stands in its file: its row, or what else is stable there and known without reading the
     rows before it (docs/formats.md says what, for each format).
@@ -53,6 +58,20 @@ class Lists:
         values = np.concatenate(parts) if parts else np.empty(0, np.int64)
         return cls(values, ends[:-1], ends[1:], np.array(rows, np.int64))
 
+    @classmethod
+    def of_dicts(cls, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | np.ndarray) -> "Lists":
+        """Makes a dict for each row.
+
+        Args:
+            columns: a value for each row, by name.
+            rows: where each stands in its file.
+        """
+        values = np.empty(len(rows), object)
+        for index, row in enumerate(zip(*columns.values(), strict=True)):
+            values[index] = dict(zip(columns, row, strict=True))
+        edges = np.arange(len(rows) + 1)
+        return cls(values, edges[:-1], edges[1:], np.array(rows, np.int64))
+
 
 def is_list_of_integers(kind: pa.DataType) -> bool:
     """Tells whether a column of this type can be read as rows of integers."""
@@ -85,6 +104,39 @@ def check_column(schema: pa.Schema, column: str, url: str) -> None:
         raise TypeError(
             f"column {column!r} of {url} holds {kind}, not lists of integers: give column, one of its {others}"
         )
+
+
+def check_columns(schema: pa.Schema, columns: tuple[str, ...], url: str) -> None:
+    """Checks that a file has the columns.
+
+    Raises:
+        LookupError: if it has not; names those that it has.
+    """
+    for column in columns:
+        if column not in schema.names:
+            raise LookupError(
+                f"no column {column!r} in {url}: give columns, some of {', '.join(map(repr, schema.names))}"
+            )
+
+
+def to_dicts(table: pa.RecordBatch | pa.Table, columns: tuple[str, ...], first_row: int) -> Lists:
+    """Takes the columns of rows out of a table: lists of integers as arrays, the rest as Python's own values."""
+    table.validate(full=True)
+    values = {column: _to_values(table.column(column), column, first_row) for column in columns}
+    return Lists.of_dicts(values, np.arange(first_row, first_row + len(table)))
+
+
+def _to_values(array: pa.Array | pa.ChunkedArray, column: str, first_row: int) -> list[Any]:
+    if not is_list_of_integers(array.type):
+        values: list[Any] = array.to_pylist()
+        return values
+    chunks = array.chunks if isinstance(array, pa.ChunkedArray) else [array]
+    found: list[Any] = []
+    for chunk in chunks:
+        lists = to_lists(chunk, column, first_row + len(found))
+        edges = zip(lists.begins.tolist(), lists.ends.tolist(), strict=True)
+        found += [lists.values[begin:end] for begin, end in edges]
+    return found
 
 
 def to_lists(array: pa.Array, column: str, first_row: int) -> Lists:

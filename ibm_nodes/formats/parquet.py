@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ibm_nodes.formats.arrow import read_tail
-from ibm_nodes.formats.lists import Lists, check_column, join, to_lists
+from ibm_nodes.formats.lists import Columns, Lists, check_column, check_columns, join, to_dicts, to_lists
 from ibm_nodes.listing import StoredObject
 from ibm_nodes.read_ahead import POLL_SECONDS, check_stopped
 
@@ -38,17 +38,21 @@ class ParquetFile:
 
     splittable = True
 
-    def __init__(self, file: StoredObject, column: str) -> None:
+    def __init__(self, file: StoredObject, column: Columns) -> None:
         self._file = file
-        self._column = column
+        self._columns = list(column) if isinstance(column, tuple) else [column]
+        self._are_rows = isinstance(column, tuple)
         self._metadata = _metadata(file)
         schema = self._metadata.schema.to_arrow_schema()
-        check_column(schema, column, file.url)
-        self._leaf = [
+        if isinstance(column, tuple):
+            check_columns(schema, column, file.url)
+        else:
+            check_column(schema, column, file.url)
+        self._leaves = [
             index
             for index in range(self._metadata.num_columns)
-            if self._metadata.schema.column(index).path.split(".")[0] == column
-        ][0]
+            if self._metadata.schema.column(index).path.split(".")[0] in self._columns
+        ]
         self._runs = list(self._find_runs())
         begins = [self._begin(run.groups[0]) for run in self._runs]
         self.spans = np.array(_spans(self._runs, begins, file.size), np.int64)
@@ -58,10 +62,7 @@ class ParquetFile:
 
     def size(self, block: int) -> int:
         """Gives about how many bytes reading a block takes in memory."""
-        decoded = sum(
-            self._metadata.row_group(group).column(self._leaf).total_uncompressed_size
-            for group in self._runs[block].groups
-        )
+        decoded = sum(self._decoded_size(group) for group in self._runs[block].groups)
         return int(min(PART_BYTES + WINDOW_BYTES, 2 * decoded))
 
     def read(self, block: int) -> Lists:
@@ -69,7 +70,7 @@ class ParquetFile:
         run = self._runs[block]
         if run.last - run.first == run.num_rows:
             return self._lists(
-                self._open(run.groups).read_row_groups(run.groups, [self._column], use_threads=False), run.row
+                self._open(run.groups).read_row_groups(run.groups, self._columns, use_threads=False), run.row
             )
         while not self._lock.acquire(
             timeout=POLL_SECONDS
@@ -85,8 +86,7 @@ class ParquetFile:
         row, open_run = 0, _Run([], 0, 0, 0, 0)
         decoded = 0
         for group in range(self._metadata.num_row_groups):
-            metadata = self._metadata.row_group(group)
-            num_rows, size = metadata.num_rows, metadata.column(self._leaf).total_uncompressed_size
+            num_rows, size = self._metadata.row_group(group).num_rows, self._decoded_size(group)
             if open_run.groups and (decoded >= BLOCK_BYTES or size > PART_BYTES):
                 yield open_run
                 open_run, decoded = _Run([], 0, 0, 0, 0), 0
@@ -123,9 +123,12 @@ class ParquetFile:
         return batches
 
     def _lists(self, table: pa.Table, row: int) -> Lists:
+        if self._are_rows:
+            return to_dicts(table, tuple(self._columns), row)
         parts = []
-        for chunk in table.column(self._column).chunks:
-            parts.append(to_lists(chunk, self._column, row))
+        (column,) = self._columns
+        for chunk in table.column(column).chunks:
+            parts.append(to_lists(chunk, column, row))
             row += len(chunk)
         return join(parts)
 
@@ -133,23 +136,33 @@ class ParquetFile:
         ends = [run.last for run in self._runs if run.groups == [group]]
         size = max(run.last - run.first for run in self._runs if run.groups == [group])
         file = self._open([group], buffer_size=BUFFER_BYTES)
-        return _cut(file.iter_batches(size, [group], [self._column], use_threads=False), ends)
+        return _cut(file.iter_batches(size, [group], self._columns, use_threads=False), ends)
 
     def _open(self, groups: list[int], *, buffer_size: int = 0) -> pq.ParquetFile:
         """Opens the file for some row groups; with a buffer pyarrow reads them as it decodes, else each in one go."""
-        begin, end = self._chunk(groups[0])[0], self._chunk(groups[-1])[1]
-        wanted = sum(self._chunk(group)[1] - self._chunk(group)[0] for group in groups)
+        chunks = [chunk for group in groups for chunk in self._chunks(group)]
+        begin, end = min(first for first, _ in chunks), max(last for _, last in chunks)
+        wanted = sum(last - first for first, last in chunks)
         whole = end - begin if end - begin < wanted * MAX_WASTE else 0  # 0: just what pyarrow asks for, a chunk each
-        window = WINDOW_BYTES if buffer_size else whole
+        # (Chunks of several columns are decoded side by side: one window would be fetched again and again.)
+        window = (WINDOW_BYTES if len(chunks) == 1 else 0) if buffer_size else whole
         file = pa.PythonFile(_Window(self._file, begin, end, window), mode="r")
         return pq.ParquetFile(file, metadata=self._metadata, pre_buffer=False, buffer_size=buffer_size)
 
-    def _chunk(self, group: int) -> tuple[int, int]:
-        chunk = self._metadata.row_group(group).column(self._leaf)
-        begin = _chunk_begin(chunk)
-        if begin < 0 or begin + chunk.total_compressed_size > self._file.size:
-            raise ValueError(f"{self._file.url} has a damaged footer: row group {group} lies outside the file")
-        return begin, begin + chunk.total_compressed_size
+    def _decoded_size(self, group: int) -> int:
+        metadata = self._metadata.row_group(group)
+        return sum(metadata.column(leaf).total_uncompressed_size for leaf in self._leaves)
+
+    def _chunks(self, group: int) -> list[tuple[int, int]]:
+        """Gives where the columns of a group lie in the file."""
+        chunks = []
+        for leaf in self._leaves:
+            chunk = self._metadata.row_group(group).column(leaf)
+            begin, end = _chunk_begin(chunk), _chunk_begin(chunk) + chunk.total_compressed_size
+            if begin < 0 or end > self._file.size:
+                raise ValueError(f"{self._file.url} has a damaged footer: row group {group} lies outside the file")
+            chunks.append((begin, end))
+        return chunks
 
     def _begin(self, group: int) -> int:
         metadata = self._metadata.row_group(group)
