@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from ibm_nodes.archive import decode, encode, pack, unpack
 from ibm_nodes.loader import Loader
 from ibm_nodes.node import render
-from ibm_nodes.settings import derive_lineage, describe, differences, find_sharder
+from ibm_nodes.settings import check_graph, derive_lineage, describe, differences, find_sharder
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.state import SHARDS_KEY, merge
 from ibm_nodes.stateful import Stateful
@@ -175,7 +175,7 @@ def load(
         files = [chosen.files[rank] for rank in range(sharder.rank % stride, chosen.world_size, stride)]
         contents = [read_saved(item, storage_options) for item in files]
         state = _merge(contents, files, chosen)
-        _check_graph(sharder, state)
+        check_graph(sharder, state)
     except ValueError as error:
         found = list_saved(url, storage_options)
         older = sorted({saved.step for saved in found if saved.step < chosen.step and not saved.missing})
@@ -264,14 +264,6 @@ def _merge(contents: list[dict[str, Any]], files: list[Object], chosen: Saved) -
         if content["step"] != chosen.step or not item.url.endswith(inside):
             raise ValueError(f"{item.url} holds step {content['step']} of {inside}: it was moved or renamed")
     return merge(content["state"] for content in contents)
-
-
-def _check_graph(sharder: Sharder[Any], state: dict[str, Any]) -> None:
-    """Lets the nodes of one logical shard compare their settings with the state's, now and not at the first batch."""
-    if state[Sharder.NUM_SHARDS_KEY] == sharder.num_shards:
-        own = state[SHARDS_KEY].get(sharder.rank)
-        if own is not None and own[2] is not None:
-            sharder.graph(sharder.rank, sharder.num_shards).reset(own[2])
 
 
 def _delete_old(url: str, keep: int, step: int, rank: int, world_size: int, storage_options: Options) -> None:

@@ -11,6 +11,7 @@ from ibm_nodes.batcher import Batcher
 from ibm_nodes.loader import Loader
 from ibm_nodes.prefetcher import Prefetcher
 from ibm_nodes.sharder import Sharder
+from ibm_nodes.state import SHARDS_KEY
 
 SECRET = ("storage_options", "listing")
 PLAIN = (str, int, float, bool, type(None))
@@ -127,3 +128,15 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
         elif before[name] != after[name]:
             changes.append(f"{name} was {before[name]!r} and is now {after[name]!r}")
     return changes
+
+
+def check_graph(sharder: Sharder[Any], state: dict[str, Any]) -> None:
+    """Lets the nodes of one logical shard compare their settings with the state's, now and not at the first batch.
+
+    Raises:
+        ValueError: naming the node, the setting and both values.
+    """
+    if state[Sharder.NUM_SHARDS_KEY] == sharder.num_shards:
+        own = state[SHARDS_KEY].get(sharder.rank)
+        if own is not None and own[2] is not None:
+            sharder.graph(sharder.rank, sharder.num_shards).reset(own[2])

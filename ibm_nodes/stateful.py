@@ -4,7 +4,7 @@ from typing import Any
 
 from ibm_nodes.archive import decode, encode, pack, unpack
 from ibm_nodes.loader import Loader
-from ibm_nodes.settings import derive_lineage, describe, find_sharder
+from ibm_nodes.settings import check_graph, derive_lineage, describe, find_sharder
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.state import SHARDS_KEY
 
@@ -53,7 +53,9 @@ class Stateful:
                 content = decode(leaf, name)
                 shards[content["shard"]] = unpack(content["state"])
         content = decode(common, self.COMMON_KEY)
-        self.loader.load_state_dict({**content["state"], SHARDS_KEY: shards})
+        state = {**content["state"], SHARDS_KEY: shards}
+        check_graph(find_sharder(self.loader), state)
+        self.loader.load_state_dict(state)
         self.loader.origin = (content["lineage"], content["state"][Sharder.POSITION_KEY])
 
 

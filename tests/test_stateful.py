@@ -102,9 +102,9 @@ def url(tmp_path_factory):
     return corpora.write(root, [corpora.every(corpora.documents([3, 40, 0, 90] * 30, stride=100), 7)] * 2, "parquet")
 
 
-def build(url, rank=0, world_size=1, *, batch=BATCH, prefetch=2):
+def build(url, rank=0, world_size=1, *, batch=BATCH, prefetch=2, eos_id=1):
     def graph(shard, num_shards):
-        packer = Packer(Reader(url, shard=shard, num_shards=num_shards), seq_len=SEQ_LEN, eos_id=1)
+        packer = Packer(Reader(url, shard=shard, num_shards=num_shards), seq_len=SEQ_LEN, eos_id=eos_id)
         return Shuffler(packer, buffer_size=3, seed=shard)
 
     node = Sharder(graph, num_shards=NUM_SHARDS, rank=rank, world_size=world_size)
@@ -301,6 +301,14 @@ def test_bytes_that_are_no_state_are_an_error_that_names_the_leaf(url):
             with pytest.raises(ValueError, match=name):
                 part.load_state_dict({**leaves, name: wrong})
     close([loader])
+
+
+def test_another_setting_is_an_error_of_the_load_and_not_of_a_later_step(url):
+    loader, other = build(url), build(url, eos_id=2)
+    steps([loader], 3)
+    with pytest.raises(ValueError, match="eos_id=1 and is now built with eos_id=2"):
+        Stateful(other).load_state_dict(Stateful(loader).state_dict())
+    close([loader, other])
 
 
 def test_a_loader_without_a_sharder_is_refused(url):
