@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from torchdata.nodes import BaseNode
 
-from ibm_nodes import Batcher, CausalLMCollator, Loader, Packer, Reader, Sharder, cli, load_recipe
+from ibm_nodes import Batcher, CausalLMCollator, Loader, Packer, Reader, Sample, Sharder, cli, load_recipe
 from ibm_nodes.checkpoint import load, save
 from ibm_nodes.trace import documents, to_text, trace
 
@@ -329,6 +329,14 @@ def test_text_is_written_with_the_boundaries_of_the_documents(ibm_nodes, tmp_pat
             assert document["text"] == part.decode("utf-8", "replace") + "<256>"
     out = ibm_nodes("trace", "pretrain", *given, "--num-shards", 2, "--step", 1, "--text")[1]
     assert f"\n    {texts[0] + '<256>'!r}\n" in out
+
+
+def test_text_of_tokens_that_are_not_learned_is_written_too():
+    tokens = np.array([*map(ord, "Q: why? A: so."), 256], np.int32)
+    tokens[:10] = ~tokens[:10]
+    (found,) = documents(Sample(tokens, (0,), (("chat", "file", 7, 0),)), text=True)
+    assert found["text"] == "Q: why? A: so.<256>"
+    assert (found["begin"], found["end"]) == (0, 15)
 
 
 def test_bytes_that_are_no_text_are_written_too():
