@@ -3,6 +3,9 @@
 from collections import Counter
 
 import corpora
+import pytest
+from sources import Items
+from sources import documents as made
 
 from ibm_nodes import Loader, Mixer, Packer, Prefetcher, Reader, Sharder, stats
 
@@ -40,3 +43,24 @@ def test_counts_tokens_documents_shares_and_passes_of_each_dataset(tmp_path):
         assert abs(entry["passes"] - entry["tokens"] / full) < 0.35
     assert found["datasets"]["b"]["skipped"] == 0 < found["datasets"]["a"]["skipped"]
     assert found["store"]["requests"] > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "overflow", "expected"),
+    [
+        ("concat", "split", {"documents": 10, "truncated": 0.2, "dropped": 0, "padding": 3 / 48}),
+        ("pad", "split", {"documents": 10, "truncated": 0.2, "dropped": 0, "padding": 11 / 56}),
+        ("pad", "drop", {"documents": 10, "truncated": 0, "dropped": 0.2, "padding": 0}),
+        ("best_fit", "truncate", {"documents": 10, "truncated": 0.2, "dropped": 0, "padding": 0}),
+    ],
+)
+def test_gives_the_rates_of_packing_over_all_shards(strategy, overflow, expected):
+    def graph(shard, num_shards):
+        return Packer(Items(made([7, 2, 28, 1, 2])), seq_len=8, eos_id=1, strategy=strategy, overflow=overflow)
+
+    loader = Loader(Sharder(graph, num_shards=2, rank=0, world_size=1))
+    assert set(stats(loader)["packing"].values()) == {0}
+    samples = list(loader)
+    found = stats(loader)["packing"]
+    assert found == pytest.approx(expected)
+    assert found["padding"] == pytest.approx(1 - sum(len(sample.tokens) for sample in samples) / (8 * len(samples)))

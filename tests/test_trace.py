@@ -17,6 +17,7 @@ from ibm_nodes import (
     Mixer,
     Packer,
     Reader,
+    Sample,
     Schedule,
     Sharder,
     cli,
@@ -375,6 +376,14 @@ def test_text_is_written_with_the_boundaries_of_the_documents(ibm_nodes, tmp_pat
             assert document["text"] == part.decode("utf-8", "replace") + "<256>"
     out = ibm_nodes("trace", "pretrain", *given, "--num-shards", 2, "--step", 1, "--text")[1]
     assert f"\n    {texts[0] + '<256>'!r}\n" in out
+
+
+def test_text_of_tokens_that_are_not_learned_is_written_too():
+    tokens = np.array([*map(ord, "Q: why? A: so."), 256], np.int32)
+    tokens[:10] = ~tokens[:10]
+    (found,) = documents(Sample(tokens, (0,), (("chat", "file", 7, 0),)), text=True)
+    assert found["text"] == "Q: why? A: so.<256>"
+    assert (found["begin"], found["end"]) == (0, 15)
 
 
 def test_bytes_that_are_no_text_are_written_too():
