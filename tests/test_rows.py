@@ -129,6 +129,16 @@ def test_lists_of_integers_are_arrays_that_a_shuffler_can_save(tmp_path):
     assert same(first + take(fresh), take(Shuffler(read(url, epochs=1), buffer_size=9, seed=0)))
 
 
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_rows_that_are_empty_in_all_columns_are_passed_over_and_counted(tmp_path, form):
+    url = write(f"file://{tmp_path}/d/", form, records(40))
+    node = read(url, columns=["text"], epochs=1)
+    assert {row["text"] for row in take(node)} == {row["text"] for row in records(40)} - {"", None}
+    assert node.state_dict()["skipped"] == sum(not row["text"] for row in records(40)) == 11
+    firsts = [take(read(url, shard, 80, columns=["text"]), 29) for shard in range(80)]  # some own nothing but such rows
+    assert 29 in {len({row["text"] for row in few}) for few in firsts}
+
+
 def test_other_columns_are_another_order_and_refused_on_resume(tmp_path):
     url = write(f"file://{tmp_path}/d/", "parquet", records(20))
     node = read(url)
