@@ -25,21 +25,24 @@ from ibm_nodes import Batcher, CausalLMCollator, Loader, Mixer, Packer, Prefetch
 SEQ_LEN, BATCH_SIZE = 4096, 8
 
 
-def graph(shard: int, num_shards: int, *, urls: dict[str, str]) -> Shuffler:
+def graph(shard: int, num_shards: int, *, urls: dict[str, str], strategy: str = "concat") -> Shuffler:
     """Builds the graph of one logical shard."""
     sources = {name: Reader(url, name=name, shard=shard, num_shards=num_shards, seed=0) for name, url in urls.items()}
     node = Mixer(sources, weights={name: corpus.WEIGHTS[name] for name in urls}, seed=(0, shard))
-    return Shuffler(Packer(node, seq_len=SEQ_LEN, eos_id=corpus.EOS_ID), buffer_size=16, seed=(0, shard))
+    node = Packer(node, seq_len=SEQ_LEN, eos_id=corpus.EOS_ID, strategy=strategy)
+    return Shuffler(node, buffer_size=16, seed=(0, shard))
 
 
-def sharder(urls: dict[str, str], num_shards: int) -> Sharder:
+def sharder(urls: dict[str, str], num_shards: int, strategy: str = "concat") -> Sharder:
     """Gives a rank that owns all logical shards."""
-    return Sharder(functools.partial(graph, urls=urls), num_shards=num_shards, rank=0, world_size=1)
+    made = functools.partial(graph, urls=urls, strategy=strategy)
+    return Sharder(made, num_shards=num_shards, rank=0, world_size=1)
 
 
-def batcher(urls: dict[str, str], num_shards: int) -> Batcher:
+def batcher(urls: dict[str, str], num_shards: int, strategy: str = "concat") -> Batcher:
     """Gives batches of int64 tensors."""
-    return Batcher(sharder(urls, num_shards), batch_size=BATCH_SIZE, collate=CausalLMCollator(shift_labels=False))
+    collate = CausalLMCollator(shift_labels=False, seq_len=SEQ_LEN)
+    return Batcher(sharder(urls, num_shards, strategy), batch_size=BATCH_SIZE, collate=collate)
 
 
 def numpy_loop(urls: dict[str, str]) -> Iterator[np.ndarray]:
@@ -104,6 +107,7 @@ def main() -> None:
     runs = {
         "numpy loop over Arrow": lambda: numpy_loop(urls["arrow"]),
         "Arrow": lambda: iter(Loader(batcher(urls["arrow"], args.num_shards))),
+        "Arrow, best fit": lambda: iter(Loader(batcher(urls["arrow"], args.num_shards, "best_fit"))),
         "Arrow, Prefetcher": lambda: iter(
             Loader(Prefetcher(batcher(urls["arrow"], args.num_shards), prefetch_factor=4))
         ),

@@ -1,6 +1,8 @@
 """Composable ``torchdata.nodes`` that stream training data from object storage, the same at any world size."""
 
-from ibm_nodes.batcher import Batcher, CausalLMCollator
+from ibm_nodes.attention import document_ids, flex_block_mask
+from ibm_nodes.batcher import Batcher
+from ibm_nodes.collator import CausalLMCollator
 from ibm_nodes.end_together import EndTogether
 from ibm_nodes.filter import Filter
 from ibm_nodes.formats import Lists, ShardFile, list_dataset
@@ -11,6 +13,7 @@ from ibm_nodes.mapper import Mapper
 from ibm_nodes.mixer import Mixer
 from ibm_nodes.packer import Packer
 from ibm_nodes.prefetcher import Prefetcher
+from ibm_nodes.prompt_masker import PromptMasker
 from ibm_nodes.reader import Reader
 from ibm_nodes.recipe import list_recipes, load_recipe
 from ibm_nodes.schedule import Schedule
@@ -34,6 +37,7 @@ __all__ = [
     "Packer",
     "Place",
     "Prefetcher",
+    "PromptMasker",
     "Reader",
     "Sample",
     "Schedule",
@@ -42,7 +46,9 @@ __all__ = [
     "Shuffler",
     "StoredObject",
     "Tokenizer",
+    "document_ids",
     "filler",
+    "flex_block_mask",
     "list_dataset",
     "list_recipes",
     "load_recipe",

@@ -1,20 +1,14 @@
-"""Batcher and the collators: samples to a dict of tensors."""
+"""Batcher: items to batches."""
 
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-import torch
 from torchdata.nodes import BaseNode
 
-from ibm_nodes.items import Sample
 from ibm_nodes.node import Node, Snapshot, snapshot
 from ibm_nodes.state import State
 
 T = TypeVar("T")
-
-IGNORE_INDEX = -100
-"""The label that PyTorch's cross entropy leaves out."""
 
 
 class Batcher(Node[Any], Generic[T]):
@@ -87,48 +81,3 @@ class Batcher(Node[Any], Generic[T]):
             raise RuntimeError(
                 "collate raised StopIteration, which would have ended the data without a word"
             ) from error
-
-
-class CausalLMCollator:
-    """Makes ``{"input_ids", "labels"}`` for training a causal language model, both int64 of shape [batch, seq_len].
-
-    Args:
-        shift_labels: False: labels are the input ids, for models that shift inside (Hugging Face's do, and need this).
-            True: the label of each position is the next token, and that of the last one -100, for models that compare
-            their output with the labels position by position.
-        pad_id: id that fills a sample which is shorter than the longest of its batch, as the last one of finite data
-            may be; its label is -100.
-        pad_to_multiple_of: make samples as long as the next multiple of this.
-        mark_filler: add ``"is_filler"``, bool of shape [batch]. The labels of filler are -100 in any case.
-    """
-
-    def __init__(
-        self, *, shift_labels: bool, pad_id: int = 0, pad_to_multiple_of: int = 1, mark_filler: bool = False
-    ) -> None:
-        self.shift_labels = shift_labels
-        self.pad_id = pad_id
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.mark_filler = mark_filler
-
-    def __call__(self, samples: list[Sample]) -> dict[str, torch.Tensor]:
-        """Collates samples."""
-        lengths = [len(sample.tokens) for sample in samples]
-        width = -(-max(lengths) // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        ids = np.empty((len(samples), width), np.int64)
-        for row, sample, length in zip(ids, samples, lengths, strict=True):
-            row[:length] = sample.tokens
-            row[length:] = self.pad_id
-        if self.shift_labels:
-            labels = np.empty_like(ids)
-            labels[:, :-1] = ids[:, 1:]
-            labels[:, -1] = IGNORE_INDEX
-        else:
-            labels = ids.copy()
-        if min(lengths) < width:
-            for label, length in zip(labels, lengths, strict=True):
-                label[length - self.shift_labels :] = IGNORE_INDEX
-        is_filler = np.array([sample.is_filler for sample in samples])
-        labels[is_filler] = IGNORE_INDEX
-        # numpy throughout: torch would wake threads of its own to copy, and take cores from the trainer.
-        batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-        return {**batch, "is_filler": torch.from_numpy(is_filler)} if self.mark_filler else batch

@@ -237,7 +237,8 @@ def _buffers_bytes(nodes: Sequence[Any], num_owned: int) -> int:
     """Gives what the shuffles' samples and the batches that are ready take."""
     packer, shuffler = _first(nodes, Packer), _first(nodes, Shuffler)
     batcher, prefetcher = _first(nodes, Batcher), _first(nodes, Prefetcher)
-    num_samples = num_owned * (1 + (shuffler.buffer_size if shuffler else 0))
+    num_open = packer.num_open if packer and packer.strategy == "best_fit" else 1
+    num_samples = num_owned * (num_open + (shuffler.buffer_size if shuffler else 0))
     num_batched = (2 + (prefetcher.prefetch_factor if prefetcher else 0)) * (batcher.batch_size if batcher else 0)
     return (packer.seq_len if packer else 0) * (4 * num_samples + 16 * num_batched)
 

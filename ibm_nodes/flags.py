@@ -297,15 +297,28 @@ def _options(parameter: inspect.Parameter) -> dict[str, Any] | None:
             if value is Any:
                 return {"action": "append", "type": _option, "metavar": "KEY=VALUE"}
             return {"action": "append", "type": _pair(value), "metavar": f"NAME={_values(parameter, value)}"}
-        if kind == Sequence[tuple[int, int]]:
-            return {"action": "append", "type": _range, "metavar": "BEGIN:END[@N]"}
+        if typing.get_origin(kind) is collections.abc.Sequence:
+            return _sequence(kind)
     return None
+
+
+def _sequence(kind: Any) -> dict[str, Any] | None:
+    if kind == Sequence[tuple[int, int]]:
+        return {"action": "append", "type": _range, "metavar": "BEGIN:END[@N]"}
+    return {"type": _numbers, "metavar": "N,N"} if kind == Sequence[int] else None
 
 
 def _values(parameter: inspect.Parameter, kind: type) -> str:
     if kind is not str:
         return "X"
     return "URL" if parameter.name == "datasets" else "TEXT"
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from None
 
 
 def _alternatives(annotation: Any) -> Sequence[Any]:

@@ -43,8 +43,9 @@ class Sample(NamedTuple):
     """One training sequence.
 
     Attributes:
-        tokens: one-dimensional array of token ids, of the widest type of its documents. Do not write to it: the
-            buffer of a shuffle may still be saving it.
+        tokens: one-dimensional array of token ids, of the widest type of its documents, or fewer than a full sample
+            has. Do not write to it: the buffer of a shuffle may still be saving it. A token that is not to be learned
+            is negative, its complement ``~token`` (see ``PromptMasker``).
         starts: positions in ``tokens`` at which the documents begin, ascending, the first one 0.
         documents: for each start, the place of that document (or of the rest of it).
     """
@@ -108,6 +109,14 @@ def call(function: Callable[[T], U], item: T) -> U:
 def _describe(item: Any) -> str:
     origin = origin_of(item)
     return f"row {origin.row} of {origin.url}" if origin else f"an item of class {type(item).__name__}"
+
+
+def masked_in(tokens: np.ndarray) -> np.ndarray | None:
+    """Says which tokens stand as their complements, or None where none does."""
+    if tokens.dtype.kind != "i" or not len(tokens) or tokens.min() >= 0:
+        return None
+    masked: np.ndarray = tokens < 0
+    return masked
 
 
 def freeze(item: Any) -> Any:

@@ -1,6 +1,6 @@
 """Node: what our nodes add to torchdata's, so that a state and a document cost little each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
@@ -49,6 +49,16 @@ class Node(BaseNode[T]):
             StopIteration: there is no item. This and any error come in place of the first item, so that none is lost.
         """
         return [next(self)]
+
+    def take_back(self, items: Sequence[T]) -> bool:
+        """Is offered, after a reset, what a node above had kept of it; says whether it takes it back.
+
+        It does where it was saved with another setting and yields other items now, made of these among others.
+
+        Args:
+            items: in the order in which they were drawn.
+        """
+        return False
 
 
 def snapshot(node: BaseNode[Any]) -> Snapshot:

@@ -1,152 +1,201 @@
 """Packer: documents to samples of a fixed number of tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
 
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from ibm_nodes.items import Document, Place, Sample, freeze, thaw
+from ibm_nodes.best_fit import BestFit, Taken
+from ibm_nodes.items import Document, Sample, freeze, thaw
 from ibm_nodes.node import Node, Snapshot, draw, render, snapshot
 from ibm_nodes.state import State, check_keys, check_settings
+from ibm_nodes.tail import Run, Tail, Waiting, runs_in, runs_of
+
+Strategy = Literal["concat", "pad", "best_fit"]
+Overflow = Literal["split", "truncate", "drop"]
+COUNTS = ("documents", "truncated", "dropped", "tokens", "padding")
+"""What is counted: documents without the empty ones; of these how many were truncated to the length of a sample or cut
+by the end of one, and how many dropped; tokens in samples; and tokens that these lack to be full.
+"""
 
 
 class Packer(Node[Sample]):
-    """Packs documents end to end into samples of exactly ``seq_len`` tokens.
+    """Packs documents into samples of at most ``seq_len`` tokens.
 
-    Each document is closed with EOS, and opened with BOS if there is one, where the data does not already have it. What
-    does not fit goes on in the next sample; nothing is padded or dropped. When the source ends, a last sample that is
-    shorter than ``seq_len`` is yielded. The tokens that wait for the next sample are part of the state.
+    Each document is closed with EOS, and opened with BOS if there is one, where the data does not already have it.
+    Documents without tokens leave no trace. Strategies:
+
+    - ``concat``: documents end to end, cut every ``seq_len`` tokens. Every sample is full, but for the last one.
+    - ``pad``: whole documents in their order; a sample ends where the next document does not fit.
+    - ``best_fit``: whole documents, each into the fullest of ``num_open`` open samples that has room for it.
+
+    Samples hold no padding: a collator adds it. Documents that wait and samples that are open are part of the state,
+    and come when the source ends. ``seq_len`` may be another one when a state is loaded: then these, and the samples
+    that a ``Shuffler`` above has kept, are cut anew in their order, split if they are longer; none of their tokens is
+    lost or repeated.
 
     Args:
         source: node of documents.
         seq_len: tokens in a sample.
         eos_id: id that closes a document.
         bos_id: id that opens a document, or None.
+        pad_id: id that documents in the data may end with as padding, which is taken off; or None.
+        strategy: "concat", "pad" or "best_fit".
+        overflow: what becomes of a document that is longer than ``seq_len`` with its marks. "split": all of it comes,
+            in several samples; "truncate": its first ``seq_len`` tokens, without an EOS after them; "drop": nothing.
+        num_open: for best_fit, samples that are open at a time: more of them pad less, and take memory.
+        drop_last: leave out the last sample of finite data if it is not full.
 
     Raises:
-        ValueError: if seq_len is below 1 or an id is negative.
+        ValueError: if an argument is out of range.
     """
 
-    SETTING_KEYS = ("seq_len", "eos_id", "bos_id")
+    SETTING_KEYS = ("eos_id", "bos_id", "pad_id", "strategy", "overflow", "num_open")
+    SEQ_LEN_KEY = "seq_len"
+    COUNTS_KEY = "counts"
     TAIL_KEY = "tail"
+    OPEN_KEY = "open"
     SOURCE_KEY = "source"
 
-    def __init__(self, source: BaseNode[Document], *, seq_len: int, eos_id: int, bos_id: int | None = None) -> None:
+    def __init__(
+        self,
+        source: BaseNode[Document],
+        *,
+        seq_len: int,
+        eos_id: int,
+        bos_id: int | None = None,
+        pad_id: int | None = None,
+        strategy: Strategy = "concat",
+        overflow: Overflow = "split",
+        num_open: int = 16,
+        drop_last: bool = False,
+    ) -> None:
         super().__init__()
-        if seq_len < 1:
-            raise ValueError(f"seq_len must be at least 1, got {seq_len}")
-        for name, value in (("eos_id", eos_id), ("bos_id", bos_id)):
-            if value is not None and not 0 <= value < 1 << 31:
-                raise ValueError(f"{name} must be from 0 to 2**31 - 1, got {value}")
+        for name, value in (("seq_len", seq_len), ("num_open", num_open)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name, token in (("eos_id", eos_id), ("bos_id", bos_id), ("pad_id", pad_id)):
+            if token is not None and not 0 <= token < 1 << 31:
+                raise ValueError(f"{name} must be from 0 to 2**31 - 1, got {token}")
+        for name, choice, kind in (("strategy", strategy, Strategy), ("overflow", overflow, Overflow)):
+            if choice not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {choice!r}")
         self.source = source
         self.seq_len = seq_len
         self.eos_id = eos_id
         self.bos_id = bos_id
-        self._eos = _one_token(eos_id)
-        self._bos = None if bos_id is None else _one_token(bos_id)
+        self.pad_id = pad_id
+        self.strategy = strategy
+        self.overflow = overflow
+        self.num_open = num_open
+        self.drop_last = drop_last
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
-        # The open sample, and what of the last document goes beyond it: arrays, and where each document begins.
-        self._pieces: list[np.ndarray] = []
-        self._starts: list[int] = []
-        self._places: list[Place] = []
-        self._length = 0
-        if initial_state is None:
-            self.source.reset(None)
-            return
-        check_keys(self, initial_state, (*self.SETTING_KEYS, self.TAIL_KEY, self.SOURCE_KEY))
-        check_settings(self, initial_state, **{name: getattr(self, name) for name in self.SETTING_KEYS})
-        for tokens, _, (place,) in thaw(initial_state[self.TAIL_KEY]):
-            self._pieces.append(tokens)
-            self._starts.append(self._length)
-            self._places.append(place)
-            self._length += len(tokens)
-        self.source.reset(initial_state[self.SOURCE_KEY])
+        self._settings = {name: getattr(self, name) for name in self.SETTING_KEYS}
+        state = initial_state
+        if state is None:
+            state = {self.SEQ_LEN_KEY: self.seq_len, **self._settings, self.SOURCE_KEY: None}
+            state |= {self.COUNTS_KEY: dict.fromkeys(COUNTS, 0), self.TAIL_KEY: [], self.OPEN_KEY: []}
+        own = (self.SEQ_LEN_KEY, self.COUNTS_KEY, self.TAIL_KEY, self.OPEN_KEY, self.SOURCE_KEY)
+        check_keys(self, state, (*self.SETTING_KEYS, *own))
+        check_settings(self, state, **self._settings)
+        self._saved_seq_len: int = state[self.SEQ_LEN_KEY]
+        self._counts: dict[str, int] = dict(state[self.COUNTS_KEY])
+        self._tail = Tail(
+            eos_id=self.eos_id,
+            bos_id=self.bos_id,
+            pad_id=self.pad_id,
+            limit=None if self.overflow == "split" else self.seq_len,
+            truncate=self.overflow == "truncate",
+            counts=self._counts,
+        )
+        num_open = 1 if self.strategy == "pad" else self.num_open
+        self._fit = BestFit(seq_len=self.seq_len, num_open=num_open, counts=self._counts)
+        opened, waiting = ([thaw(sample) for sample in state[key]] for key in (self.OPEN_KEY, self.TAIL_KEY))
+        if self._saved_seq_len == self.seq_len:
+            self._fit.restore(opened)
+            opened = []
+        self._put(run for sample in (*opened, *waiting) for run in runs_in(sample))
+        self.source.reset(state[self.SOURCE_KEY])
 
     def next(self) -> Sample:
-        closing = 1 if self._bos is None else 2
-        while self._length < self.seq_len:
-            try:
-                documents = draw(self.source, self.seq_len - self._length, closing)
-            except StopIteration:
-                break
-            self._add(documents)
-        if not self._length:
-            raise StopIteration
-        return self._cut()
-
-    def snapshot(self) -> Snapshot:
-        open_sample = tuple(self._pieces), tuple(self._starts), tuple(self._places), self._length
-        return _state, (self.seq_len, self.eos_id, self.bos_id, open_sample, snapshot(self.source))
-
-    def _add(self, documents: list[Document]) -> None:
-        pieces, starts, places, end = self._pieces, self._starts, self._places, self._length
-        bos, bos_id, eos, eos_id = self._bos, self.bos_id, self._eos, self.eos_id
-        for tokens, url, row, name, _ in documents:
-            length = len(tokens)
-            if not length:
-                continue
-            offset = 0
-            starts.append(end)
-            if bos is not None and tokens.item(0) != bos_id:
-                pieces.append(bos)
-                end += 1
-                offset = -1
-            pieces.append(tokens)
-            end += length
-            if tokens.item(-1) != eos_id or (length == 1 and bos_id == eos_id):
-                pieces.append(eos)
-                end += 1
-            places.append((name, url, row, offset))
-        self._length = end
-
-    def _cut(self) -> Sample:
-        """Takes a sample off the front; what remains is part of one document at most.
-
-        The one copy of the tokens: sample and rest are parts of it, so that neither keeps a block of megabytes in
-        memory.
-        """
-        pieces, length = self._pieces, self._length
-        tokens = pieces[0] if len(pieces) == 1 and self._places[0][3] > 0 else np.concatenate(pieces)
-        sample = Sample(tokens[: self.seq_len], tuple(self._starts), tuple(self._places))
-        if length <= self.seq_len:
-            self._pieces, self._starts, self._places, self._length = [], [], [], 0
-            return sample
-        name, url, row, offset = self._places[-1]
-        place = (name, url, row, offset + self.seq_len - self._starts[-1])
-        self._pieces, self._starts, self._places = [tokens[self.seq_len :]], [0], [place]
-        self._length = length - self.seq_len
+        sample = self._concat() if self.strategy == "concat" else self._whole()
+        counts, length = self._counts, len(sample.tokens)
+        counts["tokens"] += length
+        if length < self.seq_len:
+            counts["padding"] += self.seq_len - length
         return sample
 
+    def snapshot(self) -> Snapshot:
+        counts, waiting = self._counts.copy(), (self._tail.snapshot(), tuple(self._fit.waiting))
+        return _state, (self.seq_len, self._settings, counts, waiting, self._fit.snapshot(), snapshot(self.source))
 
-_OpenSample = tuple[tuple[np.ndarray, ...], tuple[int, ...], tuple[Place, ...], int]
+    def take_back(self, items: Sequence[Sample]) -> bool:
+        if self._saved_seq_len == self.seq_len:
+            return False
+        self._counts["tokens"] -= sum(len(sample.tokens) for sample in items)
+        self._counts["padding"] -= sum(self._saved_seq_len - len(sample.tokens) for sample in items)
+        waiting = [*self._fit.waiting, *self._tail.take()]
+        self._fit.waiting.clear()
+        self._put([*(run for sample in items for run in runs_in(sample)), *waiting])
+        self._saved_seq_len = self.seq_len
+        return True
+
+    def _concat(self) -> Sample:
+        tail, seq_len = self._tail, self.seq_len
+        while tail.length < seq_len:
+            if not self._draw(seq_len - tail.length):
+                break
+        if tail.length < (seq_len if self.drop_last else 1):
+            raise StopIteration
+        return tail.cut(seq_len)
+
+    def _whole(self) -> Sample:
+        fit = self._fit
+        while (sample := fit.next()) is None:
+            if self._draw(self.seq_len):
+                fit.waiting.extend(self._tail.take())
+            elif not len(fit) or (self.drop_last and len(fit) == 1):
+                raise StopIteration
+            else:
+                return fit.pop()
+        return sample
+
+    def _draw(self, num_tokens: int) -> bool:
+        """Adds documents to the tail; says whether there were any."""
+        try:
+            documents = draw(self.source, num_tokens, extra=1 if self.bos_id is None else 2)
+        except StopIteration:
+            return False
+        self._tail.add(documents)
+        return True
+
+    def _put(self, runs: Iterable[Run]) -> None:
+        self._tail.put(runs)
+        if self.strategy != "concat":
+            self._fit.waiting.extend(self._tail.take())
 
 
-def _state(seq_len: int, eos_id: int, bos_id: int | None, open_sample: _OpenSample, source: Snapshot) -> State:
+def _state(
+    seq_len: int,
+    settings: dict[str, Any],
+    counts: dict[str, int],
+    waiting: tuple[Waiting, tuple[Run, ...]],
+    opened: tuple[Taken, ...],
+    source: Snapshot,
+) -> State:
+    tail, runs = waiting
     return {
-        "seq_len": seq_len,
-        "eos_id": eos_id,
-        "bos_id": bos_id,
-        Packer.TAIL_KEY: [freeze(run) for run in _runs(*open_sample)],
+        Packer.SEQ_LEN_KEY: seq_len,
+        **settings,
+        Packer.COUNTS_KEY: counts,
+        Packer.TAIL_KEY: [
+            freeze(Sample(np.concatenate(pieces), (0,), (place,))) for pieces, _, place in (*runs, *runs_of(tail))
+        ],
+        Packer.OPEN_KEY: [
+            freeze(Sample(array[:length].copy(), starts, places)) for array, length, starts, places in opened
+        ],
         Packer.SOURCE_KEY: render(source),
     }
-
-
-def _runs(
-    pieces: tuple[np.ndarray, ...], starts: tuple[int, ...], places: tuple[Place, ...], length: int
-) -> Iterator[Sample]:
-    """Gives the open tokens, one document at a time, with the types that they have, in arrays of their own."""
-    if len(pieces) == 1:
-        yield Sample(pieces[0].copy(), (0,), places)
-        return
-    remaining = iter(pieces)
-    for start, end, place in zip(starts, (*starts, length)[1:], places, strict=True):
-        run = [next(remaining)]
-        while sum(map(len, run)) < end - start:
-            run.append(next(remaining))
-        yield Sample(np.concatenate(run), (0,), (place,))
-
-
-def _one_token(token: int) -> np.ndarray:
-    return np.array([token], np.uint16 if token < 1 << 16 else np.int32)

@@ -115,6 +115,7 @@ class Meter:
             "position": found["position"],
             "requests": now.requests - self.at_begin.requests,
             "bytes": now.bytes - self.at_begin.bytes,
+            "packing": found["packing"],
             "datasets": found["datasets"],
         }
 

@@ -91,6 +91,11 @@ def run_summary(report: Report) -> list[str]:
         "first batch"
     )
     lines += columns([DATASET_HEAD, *_datasets(report)])
+    packing = report["packing"]
+    lines.append(
+        f"packed {packing['documents']:,} documents: {packing['truncated']:.2%} truncated, {packing['dropped']:.2%} "
+        f"dropped; {packing['padding']:.2%} of the samples is padding"
+    )
     waited = f"{report['waited_share']:.0%} of the time, {report['store_share']:.0%} for the store"
     lines.append(f"read {size(report['bytes'])} in {report['requests']:,} requests; waited for data {waited}")
     return [*lines, f"bounded by {BOUNDS[report['bound']]}"]

@@ -36,7 +36,7 @@ class Schedule:
     ) -> None:
         if seq_len < 1:
             raise ValueError(f"seq_len must be at least 1, got {seq_len}")
-        self.given: tuple[Entry, ...] = tuple((int(tokens), dict(weights)) for tokens, weights in entries)
+        self.given: tuple[Entry, ...] = tuple((int(tokens), _floats(weights)) for tokens, weights in entries)
         self.entries: tuple[Entry, ...] = tuple((-(-tokens // seq_len), weights) for tokens, weights in self.given)
         self.interpolate = interpolate
         self.changes: tuple[Entry, ...] = ()
@@ -63,7 +63,7 @@ class Schedule:
         if unknown := sorted(set(weights) - self.names):
             raise ValueError(f"weights must be for the datasets {sorted(self.names)}, got weights for {unknown} too")
         check_weights(weights, f"weights from {at} on")
-        self.changes = (*(change for change in self.changes if change[0] < at), (at, dict(weights)))
+        self.changes = (*(change for change in self.changes if change[0] < at), (at, _floats(weights)))
 
     def weights(self, number: int) -> tuple[dict[str, float], float]:
         """Gives the weights at a sample, and the number of the sample up to which they hold; a name left out has 0."""
@@ -126,3 +126,8 @@ def check_weights(weights: Mapping[str, float], what: str = "weights") -> None:
 
 def _number(entry: Entry) -> int:
     return entry[0]
+
+
+def _floats(weights: Mapping[str, float]) -> dict[str, float]:
+    """Gives weights that look the same however they were typed: a lineage is made of how they look."""
+    return {name: float(weight) for name, weight in weights.items()}

@@ -1,5 +1,6 @@
 """Shuffler: yields a random item of a full buffer."""
 
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
@@ -15,7 +16,8 @@ T = TypeVar("T")
 class Shuffler(Node[T]):
     """Yields the source's items in a random order, each from a buffer that is full until the source ends.
 
-    When the source ends, the rest of the buffer follows, in random order too. The buffer is part of the state.
+    When the source ends, the rest of the buffer follows, in random order too. The buffer is part of the state. A source
+    that makes other items after a load, such as a Packer with another seq_len, gets the buffer back to cut it anew.
 
     Args:
         source: node of items that ``ibm_nodes.items.freeze`` can save: samples, documents, dicts, arrays, tensors.
@@ -30,6 +32,7 @@ class Shuffler(Node[T]):
     SIZE_KEY = "buffer_size"
     DRAWN_KEY = "drawn"
     BUFFER_KEY = "buffer"
+    NUMBERS_KEY = "numbers"
     SOURCE_KEY = "source"
 
     def __init__(self, source: BaseNode[T], *, buffer_size: int, seed: Seed) -> None:
@@ -46,49 +49,64 @@ class Shuffler(Node[T]):
         self._buffer: list[T] = []
         # For each item its plain form, or None: it is turned into plain data once, when a state needs it.
         self._plain: list[Any] = []
+        # How many items came before each.
+        self._numbers: list[int] = []
         self._drawn = 0
         if initial_state is None:
             self.source.reset(None)
             return
-        check_keys(
-            self, initial_state, (self.SEED_KEY, self.SIZE_KEY, self.DRAWN_KEY, self.BUFFER_KEY, self.SOURCE_KEY)
-        )
+        buffer_keys = (self.BUFFER_KEY, self.NUMBERS_KEY)
+        check_keys(self, initial_state, (self.SEED_KEY, self.SIZE_KEY, self.DRAWN_KEY, *buffer_keys, self.SOURCE_KEY))
         check_settings(self, initial_state, seed=self.seed, buffer_size=self.buffer_size)
         self._plain = list(initial_state[self.BUFFER_KEY])
         self._buffer = [thaw(data) for data in self._plain]
+        self._numbers = list(initial_state[self.NUMBERS_KEY])
         self._drawn = initial_state[self.DRAWN_KEY]
         self.source.reset(initial_state[self.SOURCE_KEY])
+        in_order = [item for _, item in sorted(zip(self._numbers, self._buffer, strict=True), key=itemgetter(0))]
+        if isinstance(self.source, Node) and self.source.take_back(in_order):
+            self._buffer, self._plain, self._numbers = [], [], []
 
     def next(self) -> T:
-        buffer, plain = self._buffer, self._plain
+        buffer, plain, numbers = self._buffer, self._plain, self._numbers
         while len(buffer) < self.buffer_size:
             try:
                 buffer.append(next(self.source))
             except StopIteration:
                 break
             plain.append(None)
+            numbers.append(self._drawn + len(numbers))
         if not buffer:
             raise StopIteration
         index = random_index(self._key, self._drawn, len(buffer))
         self._drawn += 1
         item = buffer[index]
-        buffer[index], plain[index] = buffer[-1], plain[-1]
+        buffer[index], plain[index], numbers[index] = buffer[-1], plain[-1], numbers[-1]
         buffer.pop()
         plain.pop()
+        numbers.pop()
         return item
 
     def snapshot(self) -> Snapshot:
         plain = self._plain
         for index in [index for index, data in enumerate(plain) if data is None]:
             plain[index] = freeze(self._buffer[index])
-        return _state, (self.seed, self.buffer_size, self._drawn, plain.copy(), snapshot(self.source))
+        return _state, (
+            self.seed,
+            self.buffer_size,
+            self._drawn,
+            plain.copy(),
+            self._numbers.copy(),
+            snapshot(self.source),
+        )
 
 
-def _state(seed: Seed, buffer_size: int, drawn: int, buffer: list[Any], source: Snapshot) -> State:
+def _state(seed: Seed, buffer_size: int, drawn: int, buffer: list[Any], numbers: list[int], source: Snapshot) -> State:
     return {
         Shuffler.SEED_KEY: seed,
         Shuffler.SIZE_KEY: buffer_size,
         Shuffler.DRAWN_KEY: drawn,
         Shuffler.BUFFER_KEY: list(buffer),
+        Shuffler.NUMBERS_KEY: list(numbers),
         Shuffler.SOURCE_KEY: render(source),
     }

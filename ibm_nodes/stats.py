@@ -5,6 +5,7 @@ from typing import Any
 
 from torchdata.nodes import Loader
 
+from ibm_nodes.packer import COUNTS, Packer
 from ibm_nodes.read_ahead import counters
 from ibm_nodes.state import SHARDS_KEY, State
 
@@ -15,10 +16,12 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
     Returns:
         A dict of ``position`` (samples handed out on all ranks), ``filler`` (share of filler in what this rank drew
         since it was built), ``waited_seconds`` (of the consumer, for the loader),
-        ``store`` (of the whole process: requests, bytes, seconds in requests, seconds that nodes waited for blocks) and
-        ``datasets``: for each name tokens and documents drawn, ``share`` of all tokens, ``weight``, ``passes`` over the
-        data, ``skipped``, documents without tokens, and ``dropped`` documents and ``dropped_tokens`` if a ``Filter``
-        dropped any. Tokens that wait in buffers count as drawn.
+        ``store`` (of the whole process: requests, bytes, seconds in requests, seconds that nodes waited for blocks),
+        ``packing``: documents that were packed, the shares of them that were ``truncated`` (cut by the end of a sample
+        or to its length) and ``dropped``, and the share of samples that is ``padding``; and ``datasets``: for each name
+        tokens and documents drawn, ``share`` of all tokens, ``weight``, ``passes`` over the data, ``skipped``,
+        documents without tokens, and ``dropped`` documents and ``dropped_tokens`` if a ``Filter`` dropped any. What
+        waits in buffers counts.
     """
     state = loader.state_dict()
     shards = list(state.get(SHARDS_KEY, {0: state}).values())
@@ -33,7 +36,22 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
             "seconds": counters.store_seconds,
             "waited_seconds": counters.waited_seconds,
         },
+        "packing": packing_totals(shards),
         "datasets": dataset_totals(shards, state.get("num_shards", 1), len(state.get(SHARDS_KEY, [0]))),
+    }
+
+
+def packing_totals(shards: list[State]) -> dict[str, float]:
+    """Gives what shards' states say of packing."""
+    total = dict.fromkeys(COUNTS, 0)
+    for packer in (found for shard in shards for found in _find(shard, Packer.TAIL_KEY) if Packer.COUNTS_KEY in found):
+        for name, count in packer[Packer.COUNTS_KEY].items():
+            total[name] += count
+    return {
+        "documents": total["documents"],
+        "truncated": total["truncated"] / max(1, total["documents"]),
+        "dropped": total["dropped"] / max(1, total["documents"]),
+        "padding": total["padding"] / max(1, total["tokens"] + total["padding"]),
     }
 
 

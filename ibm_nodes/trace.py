@@ -4,12 +4,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.checkpoint import Saved, list_saved
 from ibm_nodes.formats.lists import describe_row
 from ibm_nodes.inspect_checkpoint import newest, read_ranks
-from ibm_nodes.items import Sample
+from ibm_nodes.items import Sample, masked_in
 from ibm_nodes.listing import ListingSession
 from ibm_nodes.loader import Loader
 from ibm_nodes.schedule import SCHEDULE_KEY
@@ -122,8 +123,10 @@ def documents(sample: Sample, *, to_text: ToText | None = None) -> list[dict[str
         row in words), the token range in the document [``begin``, ``end``), in which an EOS put after it counts,
         whether a BOS was put before it (``bos``), and what ``to_text`` makes of its tokens (``text``), if given.
     """
-    found = []
-    ends = [*sample.starts[1:], len(sample.tokens)]
+    found, tokens = [], sample.tokens
+    if (masked := masked_in(tokens)) is not None:
+        tokens = np.where(masked, ~tokens, tokens)
+    ends = [*sample.starts[1:], len(tokens)]
     for start, stop, (name, url, row, offset) in zip(sample.starts, ends, sample.documents, strict=True):
         entry = {
             "at": start,
@@ -135,7 +138,7 @@ def documents(sample: Sample, *, to_text: ToText | None = None) -> list[dict[str
             "end": offset + stop - start,
             "bos": offset < 0,
         }
-        found.append(entry | ({"text": to_text(sample.tokens[start:stop].tolist())} if to_text else {}))
+        found.append(entry | ({"text": to_text(tokens[start:stop].tolist())} if to_text else {}))
     return found
 
 

@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +13,7 @@ from torchdata.nodes import BaseNode
 from ibm_nodes import (
     Batcher,
     CausalLMCollator,
+    Document,
     Listing,
     Loader,
     Mixer,
@@ -29,6 +31,7 @@ from ibm_nodes.recipes.distributed import check_agreement, data_parallel, from_r
 logger = logging.getLogger(__name__)
 
 MIN_SHARDS = 256
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 BLOCK_BYTES = 2 << 20
 """About what the present block of one dataset takes in one logical shard."""
 MEMORY_SHARE = 0.25
@@ -117,17 +120,8 @@ def pretrain(
         ValueError: if something does not divide or is out of range.
         FileNotFoundError, PermissionError, ConnectionError: if a dataset cannot be listed.
     """
-    rank, world_size = data_parallel(rank, world_size, mesh)
-    batch_size = _batch_size(global_batch_size, micro_batch_size, world_size)
-    if num_shards is None:
-        num_shards = -(-MIN_SHARDS // global_batch_size) * global_batch_size
-    listings = from_rank_zero(functools.partial(list_all, datasets, storage_options))
-    given = weights if isinstance(weights, Schedule) else Schedule([(0, weights)])
-    schedule = Schedule(given.given, interpolate=given.interpolate, seq_len=seq_len)  # its clock is this loader's own
     graph = functools.partial(
         pretrain_graph,
-        listings=listings,
-        weights=schedule,
         seq_len=seq_len,
         eos_id=eos_id,
         bos_id=bos_id,
@@ -141,36 +135,23 @@ def pretrain(
         buffer_size=buffer_size,
         text=text,
     )
-    for what, names in (("epochs", epochs), ("max_dataset_tokens", max_dataset_tokens), ("renamed", renamed)):
-        if unknown := sorted(set(names or ()) - set(datasets)):
-            raise ValueError(f"{what} must be for the datasets {sorted(datasets)}, got {unknown} too")
-    if max_tokens is not None and max_tokens < seq_len * global_batch_size:
-        raise ValueError(f"max_tokens must be at least a global batch, {seq_len * global_batch_size}, got {max_tokens}")
-    graph(0, num_shards)  # checks the arguments of all nodes; touches no data
-    for name, token in (("eos_id", eos_id), ("bos_id", bos_id)):
-        if vocab_size is not None and token is not None and token >= vocab_size:
-            raise ValueError(f"{name} must be below vocab_size={vocab_size}, got {token}: the model could not embed it")
-    settings: dict[str, Any] = {
-        "datasets": {name: listing.digest for name, listing in listings.items()},
-        "weights": repr(schedule),
-    }
-    settings |= {key: value for key, value in graph.keywords.items() if key not in ("listings", "weights")}
-    settings |= {"num_shards": num_shards, "global_batch_size": global_batch_size, "world_size": world_size}
-    sharder = Sharder(
+    return build_loader(
+        datasets,
         graph,
+        CausalLMCollator(shift_labels=shift_labels),
+        weights=weights,
+        global_batch_size=global_batch_size,
+        micro_batch_size=micro_batch_size,
         num_shards=num_shards,
+        max_tokens=max_tokens,
+        skip=skip,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin_memory,
+        storage_options=storage_options,
         rank=rank,
         world_size=world_size,
-        schedule=schedule,
-        skip=skip,
-        max_items=None if max_tokens is None else max_tokens // seq_len // global_batch_size * global_batch_size,
+        mesh=mesh,
     )
-    check_agreement(settings | {"skip": sharder.skip})
-    _check_whole_batches(sharder.skip, global_batch_size)
-    _warn_of_memory(listings, num_shards, world_size, global_batch_size, seq_len * buffer_size)
-    node = Batcher(sharder, batch_size=batch_size, collate=CausalLMCollator(shift_labels=shift_labels))
-    prefetcher = Prefetcher(node, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
-    return Loader(prefetcher, global_batch_size=global_batch_size)
 
 
 def pretrain_graph(
@@ -193,6 +174,43 @@ def pretrain_graph(
     text: Text | None,
 ) -> BaseNode[Sample]:
     """Builds the graph of one logical shard."""
+    mixer = mix(
+        shard,
+        num_shards,
+        listings,
+        weights=weights,
+        vocab_size=vocab_size,
+        seed=seed,
+        column=column,
+        holdout=holdout,
+        epochs=epochs,
+        max_dataset_tokens=max_dataset_tokens,
+        renamed=renamed,
+        text=text,
+    )
+    packer = Packer(mixer, seq_len=seq_len, eos_id=eos_id, bos_id=bos_id)
+    return Shuffler(packer, buffer_size=buffer_size, seed=(seed, shard))
+
+
+def mix(
+    shard: int,
+    num_shards: int,
+    listings: Mapping[str, Listing],
+    *,
+    weights: Mapping[str, float] | Schedule,
+    vocab_size: int | None,
+    seed: int,
+    column: str,
+    holdout: float = 0.0,
+    epochs: Mapping[str, int] = NOTHING,
+    max_dataset_tokens: Mapping[str, int] = NOTHING,
+    renamed: Mapping[str, str] = NOTHING,
+    text: Text | None = None,
+) -> Mixer[Document]:
+    """Builds what reads and mixes the documents of one logical shard."""
+    for what, names in (("epochs", epochs), ("max_dataset_tokens", max_dataset_tokens), ("renamed", renamed)):
+        if unknown := sorted(set(names) - set(listings)):
+            raise ValueError(f"{what} must be for the datasets {sorted(listings)}, got {unknown} too")
     sources: dict[str, BaseNode[Any]] = {
         name: Reader(
             listing.url,
@@ -221,9 +239,90 @@ def pretrain_graph(
         )
         sources = {name: build(source) for name, source in sources.items()}
     limits = {name: -(-tokens // num_shards) for name, tokens in max_dataset_tokens.items()}
-    mixer = Mixer(sources, weights=weights, seed=(seed, shard), max_tokens=limits, renamed=renamed)
-    packer = Packer(mixer, seq_len=seq_len, eos_id=eos_id, bos_id=bos_id)
-    return Shuffler(packer, buffer_size=buffer_size, seed=(seed, shard))
+    return Mixer(sources, weights=weights, seed=(seed, shard), max_tokens=limits, renamed=renamed)
+
+
+def build_loader(
+    datasets: Mapping[str, str],
+    graph: "functools.partial[BaseNode[Sample]]",
+    collate: CausalLMCollator,
+    *,
+    weights: Mapping[str, float] | Schedule,
+    global_batch_size: int,
+    micro_batch_size: int | None,
+    num_shards: int | None,
+    max_tokens: int | None = None,
+    skip: Sequence[tuple[int, int]] = (),
+    prefetch_factor: int,
+    pin_memory: bool | None,
+    storage_options: Mapping[str, Any] | None,
+    rank: int | None,
+    world_size: int | None,
+    mesh: DeviceMesh | None,
+) -> Loader[Any]:
+    """Builds the loader of a graph; what is not described here is as for ``pretrain``.
+
+    Args:
+        datasets: prefix by name.
+        graph: partial of a function that builds the graph of one logical shard; it is given ``listings`` and
+            ``weights``, a Schedule, too. All ranks must have given it the same.
+        collate: makes a batch of samples.
+        weights: share of tokens by name, or a Schedule.
+        global_batch_size: samples in an optimizer step.
+        micro_batch_size: samples in a batch, or None.
+        num_shards: number of logical shards, or None.
+        max_tokens: tokens after which the run ends, or None.
+        skip: ranges of samples to leave out.
+        prefetch_factor: batches that are ready ahead.
+        pin_memory: page-locked batches, or None.
+        storage_options: fsspec's options for the store.
+        rank: data-parallel rank, or None.
+        world_size: number of data-parallel ranks, or None.
+        mesh: device mesh, or None.
+    """
+    rank, world_size = data_parallel(rank, world_size, mesh)
+    batch_size = _batch_size(global_batch_size, micro_batch_size, world_size)
+    if num_shards is None:
+        num_shards = -(-MIN_SHARDS // global_batch_size) * global_batch_size
+    listings = from_rank_zero(functools.partial(list_all, datasets, storage_options))
+    given, seq_len = graph.keywords, graph.keywords["seq_len"]
+    schedule = weights if isinstance(weights, Schedule) else Schedule([(0, weights)])
+    # A loader's own: the Sharder sets its clock.
+    schedule = Schedule(schedule.given, interpolate=schedule.interpolate, seq_len=seq_len)
+    graph = functools.partial(graph, listings=listings, weights=schedule)
+    graph(0, num_shards)  # checks the arguments of all nodes; touches no data
+    if max_tokens is not None and max_tokens < seq_len * global_batch_size:
+        raise ValueError(f"max_tokens must be at least a global batch, {seq_len * global_batch_size}, got {max_tokens}")
+    vocab_size = given["vocab_size"]
+    for name, token in ((name, given.get(name)) for name in ("eos_id", "bos_id", "pad_id")):
+        if vocab_size is not None and token is not None and token >= vocab_size:
+            raise ValueError(f"{name} must be below vocab_size={vocab_size}, got {token}: the model could not embed it")
+    sharder = Sharder(
+        graph,
+        num_shards=num_shards,
+        rank=rank,
+        world_size=world_size,
+        schedule=schedule,
+        skip=skip,
+        max_items=None if max_tokens is None else max_tokens // seq_len // global_batch_size * global_batch_size,
+    )
+    settings: dict[str, Any] = {
+        "datasets": {name: listing.digest for name, listing in listings.items()},
+        "weights": repr(schedule),
+        **given,
+        "num_shards": num_shards,
+        "global_batch_size": global_batch_size,
+        "world_size": world_size,
+        "max_tokens": max_tokens,
+        "skip": sharder.skip,
+    }
+    check_agreement(settings)
+    _check_whole_batches(sharder.skip, global_batch_size)
+    buffered_tokens = seq_len * (given["buffer_size"] + given.get("num_open", 0))
+    _warn_of_memory(listings, num_shards, world_size, global_batch_size, buffered_tokens)
+    node = Batcher(sharder, batch_size=batch_size, collate=collate)
+    prefetcher = Prefetcher(node, prefetch_factor=prefetch_factor, pin_memory=pin_memory)
+    return Loader(prefetcher, global_batch_size=global_batch_size)
 
 
 def _batch_size(global_batch_size: int, micro_batch_size: int | None, world_size: int) -> int:

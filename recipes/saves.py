@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.optim import Optimizer
 
 from ibm_nodes import Loader
-from ibm_nodes.checkpoint import Stateful
+from ibm_nodes.checkpoint import Stateful, latest
 from ibm_nodes.recipes.distributed import from_rank_zero
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,7 @@ class Saves:
 
     Raises:
         ValueError: if keep is below 1, or the loader has no ``Sharder``.
+        OSError: if nothing can be written there; better now than after a thousand steps.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Saves:
             raise ValueError(f"keep must be at least 1 or None, got {keep}")
         self.url, self.keep, self.storage_options = url.rstrip("/"), keep, dict(storage_options or {})
         self._parts = {"app": _App(model, optimizer), "loader": Stateful(loader)}
+        from_rank_zero(partial(_prove_writable, self.url, self.storage_options))
         self._group = dist.new_group(backend="gloo")
         self._in_flight: Future[Any] | None = None
         self._saved: int | None = None
@@ -139,6 +141,16 @@ class _App:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _prove_writable(url: str, storage_options: Mapping[str, Any]) -> None:
+    latest(
+        url, storage_options=storage_options
+    )  # which says in words what is wrong with a store that cannot be reached
+    files, root = fsspec.url_to_fs(url, **storage_options)
+    files.makedirs(root, exist_ok=True)
+    files.pipe_file(f"{root}/.proof", b"")
+    files.rm_file(f"{root}/.proof")
 
 
 def _latest(url: str, storage_options: Mapping[str, Any]) -> int | None:

@@ -15,7 +15,7 @@ IDS_KEY = "dataset_ids"
 
 
 class DatasetTagger:
-    """Adds ``dataset_ids`` [batch, seq_len] to what a collator makes of samples: of which dataset each token is.
+    """Adds ``dataset_ids`` [batch, seq_len] to what a collator makes of samples: of which dataset each token is, or -1.
 
     Args:
         collate: the collator; a batch that has them already is left as it is.
@@ -33,9 +33,9 @@ class DatasetTagger:
         batch = self.collate(samples)
         if not isinstance(samples[0], Sample) or IDS_KEY in batch:
             return batch
-        ids = np.zeros(batch["input_ids"].shape, np.int64)
+        ids = np.full(batch["input_ids"].shape, -1, np.int64)
         for row, sample in zip(ids, samples, strict=True):
-            for start, place in zip(sample.starts, sample.documents, strict=True):
+            for start, place in zip(sample.starts, sample.documents, strict=False):  # filler is of no document
                 row[start:] = self._number(place[0])
         return {**batch, IDS_KEY: torch.from_numpy(ids)}
 

@@ -104,7 +104,7 @@ def validation(
         filler=filler(seq_len, pad_id),
         max_items=None if max_samples is None else -(-max_samples // global_batch_size) * global_batch_size,
     )
-    collate = CausalLMCollator(shift_labels=shift_labels, pad_id=pad_id, pad_to_multiple_of=seq_len, mark_filler=True)
+    collate = CausalLMCollator(shift_labels=shift_labels, pad_id=pad_id, seq_len=seq_len, is_filler=True)
     node = Batcher(node, batch_size=global_batch_size // world_size, collate=collate)
     node = EndTogether(node, group=_group(world_size))
     return Loader(Prefetcher(node, prefetch_factor=prefetch_factor, pin_memory=pin_memory))

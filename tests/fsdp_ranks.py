@@ -1,5 +1,7 @@
 """A program that tests of FSDP run as real gloo ranks: one process a rank, one group of them a phase."""
 
+import collections
+import contextlib
 import hashlib
 import json
 import os
@@ -44,7 +46,7 @@ def start(folder, phases, storage_options=None):
             process.stdin = None
         said = []
         for process in processes:
-            output, errors = process.communicate(timeout=240)
+            output, errors = process.communicate(timeout=500)
             assert output, errors
             said.append(json.loads(output.splitlines()[-1]))
     finally:
@@ -88,7 +90,7 @@ def run_train(phase, options):
 
     def stopped():
         steps_begun.append(None)
-        return last is not None and len(steps_begun) >= last
+        return last is not None and len(steps_begun) >= last and dist.get_rank() == dist.get_world_size() - 1
 
     model = build_model(phase.get("model", "tiny"))
     log_file = phase["log_file"]
@@ -153,8 +155,10 @@ def run_micro(phase, options):
         keeper = Keeper(model)
         size = len(ids) // micro_steps
         batches = iter({"input_ids": i, "labels": j} for i, j in zip(ids.split(size), labels.split(size), strict=True))
-        found = train_step(objective, keeper, batches, micro_steps=micro_steps, max_norm=1e9)
-        result[str(micro_steps)] = [found.loss.item(), found.norm.item()]
+        with recorded(rank == 0) as names:
+            found = train_step(objective, keeper, batches, micro_steps=micro_steps, max_norm=1e9)
+        calls = collections.Counter(name for name in names if name.startswith("c10d::"))
+        result[str(micro_steps)] = [found.loss.item(), found.norm.item(), calls]
         if rank == 0:
             torch.save(keeper.kept, f"{phase['folder']}/{micro_steps}.pt")
     return result
@@ -197,9 +201,21 @@ def run_inspect(phase, options):
 def limiter_waits(model):
     """How often FSDP1's limiter holds the process in a forward and backward."""
     ids, _ = padded_batch()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with recorded(True) as names:
         model(ids[:2]).sum().backward()
-    return sum(event.name == "FullyShardedDataParallel.rate_limiter" for event in profile.events())
+    return names.count("FullyShardedDataParallel.rate_limiter")
+
+
+@contextlib.contextmanager
+def recorded(wanted):
+    """Gives a list that has the names of what torch's profiler saw in the block, if that is wanted."""
+    names = []
+    if not wanted:
+        yield names
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        yield names
+    names += [event.name() for event in profile.profiler.kineto_results.events()]  # events() takes seconds
 
 
 def run_recompute(phase, options):

@@ -1,19 +1,13 @@
 import itertools
 
-import numpy as np
 import pytest
-import torch
 from sources import Items, stored
 
-from ibm_nodes import Batcher, CausalLMCollator, Sample
+from ibm_nodes import Batcher
 
 
 def build(length, batch_size, fails=(), **options):
     return Batcher(Items(range(length), fails), batch_size=batch_size, **options)
-
-
-def samples(*rows, dtype=np.int32):
-    return [Sample(np.array(row, dtype)) for row in rows]
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -137,63 +131,3 @@ def test_a_batch_is_the_consumers_to_change():
 def test_refuses_a_batch_of_nothing():
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         build(1, 0)
-
-
-def test_collates_to_two_int64_tensors_of_batch_by_seq_len():
-    for dtype, shift in itertools.product(["u2", "i4", "u4", "i8"], [True, False]):
-        batch = CausalLMCollator(shift_labels=shift)(samples([1, 2, 3], [4, 5, 6], dtype=dtype))
-        assert list(batch) == ["input_ids", "labels"]
-        assert all(value.dtype == torch.int64 and value.shape == (2, 3) for value in batch.values())
-        assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 5, 6]]
-
-
-def test_labels_are_the_ids_or_the_next_ids():
-    batch = samples([1, 2, 3], [4, 5, 6])
-    assert CausalLMCollator(shift_labels=False)(batch)["labels"].tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert CausalLMCollator(shift_labels=True)(batch)["labels"].tolist() == [[2, 3, -100], [5, 6, -100]]
-
-
-def test_both_labels_train_the_same_predictions():
-    batch = samples([3, 1, 4, 1], [5, 2])
-    logits = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
-    inside = CausalLMCollator(shift_labels=False)(batch)["labels"]
-    outside = CausalLMCollator(shift_labels=True)(batch)["labels"]
-    loss = torch.nn.functional.cross_entropy
-    assert torch.equal(
-        loss(logits[:, :-1].reshape(-1, 6), inside[:, 1:].reshape(-1)), loss(logits.reshape(-1, 6), outside.reshape(-1))
-    )
-
-
-def test_pads_shorter_samples_and_never_trains_on_the_padding():
-    batch = samples([1, 2, 3, 4], [5, 6], [7])
-    for shift, labels in (
-        (False, [[1, 2, 3, 4], [5, 6, -100, -100], [7, -100, -100, -100]]),
-        (True, [[2, 3, 4, -100], [6, -100, -100, -100], [-100] * 4]),
-    ):
-        collated = CausalLMCollator(shift_labels=shift, pad_id=11)(batch)
-        assert collated["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 11, 11], [7, 11, 11, 11]]
-        assert collated["labels"].tolist() == labels
-
-
-def test_a_token_that_is_the_pad_id_is_trained_on():
-    collated = CausalLMCollator(shift_labels=False, pad_id=2)(samples([1, 2, 2], [2, 2]))
-    assert collated["labels"].tolist() == [[1, 2, 2], [2, 2, -100]]
-
-
-def test_ids_beyond_31_bits_are_kept():
-    (row,) = CausalLMCollator(shift_labels=False)(samples([65_536, 2**31 + 5], dtype=np.int64))["input_ids"].tolist()
-    assert row == [65_536, 2**31 + 5]
-
-
-@pytest.mark.parametrize("shift", [True, False])
-def test_batches_never_share_storage(shift):
-    source = samples(*([number] * 4 for number in range(6)), dtype=np.int64)
-    kept = [sample.tokens.copy() for sample in source]
-    node = Batcher(Items(source), batch_size=2, collate=CausalLMCollator(shift_labels=shift))
-    batches = list(node)
-    storages = [tensor.untyped_storage().data_ptr() for batch in batches for tensor in batch.values()]
-    assert len(set(storages)) == 6
-    for batch in batches:
-        for tensor in batch.values():
-            tensor.fill_(-7)
-    assert all(np.array_equal(sample.tokens, tokens) for sample, tokens in zip(source, kept, strict=True))

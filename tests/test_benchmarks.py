@@ -44,6 +44,7 @@ def test_throughput_prints_a_rate_for_every_run(tmp_path):
     assert {entry["run"] for entry in results[:-1]} >= {
         "numpy loop over Arrow",
         "Arrow",
+        "Arrow, best fit",
         "Arrow, Prefetcher",
         "Parquet",
     }

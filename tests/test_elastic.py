@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 
 import corpora
 import numpy as np
@@ -21,7 +22,7 @@ from ibm_nodes import Batcher, CausalLMCollator, Loader, Mixer, Packer, Prefetch
 from ibm_nodes.node import render
 from ibm_nodes.state import copy_state, merge
 
-EOS, SEQ_LEN, NUM_SHARDS, BATCH = 2, 128, 24, 24
+EOS, PAD, SEQ_LEN, NUM_SHARDS, BATCH = 2, 3, 128, 24, 24
 WEIGHTS = {"web": 0.6, "code": 0.3, "books": 0.1}
 WORLD_SIZES = (1, 2, 3, 4, 6, 8, 12)
 STEPS = 30
@@ -35,15 +36,16 @@ def mix(shard, num_shards, *, urls, weights=None, seed=0, storage_options=None):
     return Mixer(sources, weights=weights or WEIGHTS, seed=(seed, shard))
 
 
-def graph(shard, num_shards, *, seed=0, **more):
+def graph(shard, num_shards, *, seed=0, seq_len=SEQ_LEN, strategy="concat", **more):
     """The samples of one logical shard."""
-    node = Packer(mix(shard, num_shards, seed=seed, **more), seq_len=SEQ_LEN, eos_id=EOS)
+    node = Packer(mix(shard, num_shards, seed=seed, **more), seq_len=seq_len, eos_id=EOS, strategy=strategy)
     return Shuffler(node, buffer_size=4, seed=(seed, shard))
 
 
 def build(rank, world_size, *, batch=BATCH, prefetch_factor=2, **more):
     node = Sharder(functools.partial(graph, **more), num_shards=NUM_SHARDS, rank=rank, world_size=world_size)
-    node = Batcher(node, batch_size=batch // world_size, collate=CausalLMCollator(shift_labels=False))
+    collate = CausalLMCollator(shift_labels=False, pad_id=PAD, seq_len=more.get("seq_len", SEQ_LEN))
+    node = Batcher(node, batch_size=batch // world_size, collate=collate)
     return Loader(Prefetcher(node, prefetch_factor=prefetch_factor))
 
 
@@ -79,7 +81,9 @@ def interleaved(batches, position):
     for batch in batches:
         assert batch.keys() == {"input_ids", "labels"}
         assert batch["input_ids"].dtype == torch.int64
-        assert torch.equal(batch["input_ids"], batch["labels"])
+        padding = batch["labels"] == -100
+        assert torch.equal(batch["input_ids"], batch["labels"].masked_fill(padding, PAD))
+        assert not (padding[:, :-1] & ~padding[:, 1:]).any()
     world_size, size = len(batches), len(batches[0]["input_ids"])
     numbers = range(position, position + world_size * size)
     first = [next(number for number in numbers if number % world_size == rank) for rank in range(world_size)]
@@ -148,11 +152,11 @@ def test_every_global_batch_is_the_same_set_of_samples_at_every_world_size(data,
     assert stream == reference
 
 
-def check_plans(numbers, reference, **more):
+def check_plans(numbers, expected, **more):
     for number in numbers:
         plan = random_plan(number)
         stream, _ = run(plan, prefetch_factor=1, **more)
-        assert stream == reference[: BATCH * PLAN_STEPS], f"plan {number}: {plan}"
+        assert stream == expected[: BATCH * PLAN_STEPS], f"plan {number}: {plan}"
 
 
 def test_a_hundred_random_plans_of_saves_and_loads_give_the_uninterrupted_batches(moved, reference):
@@ -198,6 +202,82 @@ def test_the_stream_goes_on_at_another_global_batch_size(moved, reference):
 def test_the_stream_does_not_depend_on_how_far_the_prefetcher_runs_ahead(moved, reference, prefetch_factor):
     stream, _ = run([(2, 8, 1), (3, 8, 0)], prefetch_factor=prefetch_factor, **moved)
     assert stream == reference[: len(stream)]
+
+
+@pytest.mark.parametrize("strategy", ["best_fit", "pad"])
+def test_plans_give_the_uninterrupted_batches_with_every_way_to_pack(moved, strategy):
+    expected, _ = run([(1, PLAN_STEPS, 0)], strategy=strategy, **moved)
+    for world_size in WORLD_SIZES[1:]:
+        assert run([(world_size, 1, 0)], strategy=strategy, **moved)[0] == expected[:BATCH]
+    check_plans(range(3), expected, strategy=strategy, **moved)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["best_fit", "pad"])
+def test_a_hundred_random_plans_give_the_uninterrupted_batches_with_every_way_to_pack(moved, strategy):
+    expected, _ = run([(1, PLAN_STEPS, 0)], strategy=strategy, **moved)
+    check_plans(range(100), expected, strategy=strategy, **moved)
+
+
+SEQ_LENS = ((128, 2), (512, 1), (128, 2))
+"""Tokens in a sample and steps, one after the other."""
+
+
+@pytest.mark.parametrize("strategy", ["concat", "best_fit", "pad"])
+def test_a_seq_len_that_changes_loses_no_token_and_gives_the_same_batches_at_every_world_size(moved, strategy):
+    expected, state = change_seq_len(1, strategy=strategy, **moved)
+    handed_out = Counter(token for sample in expected for token in np.frombuffer(sample, np.int64).tolist())
+    assert {len(sample) for sample in expected} == {8 * seq_len for seq_len, _ in SEQ_LENS}
+    assert without_marks(handed_out) + Counter(buffered(state)) == without_marks(drawn(state, moved))
+    for world_size in (2, 3, 8):
+        assert change_seq_len(world_size, strategy=strategy, **moved)[0] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["concat", "best_fit", "pad"])
+def test_a_seq_len_that_changes_in_random_plans_gives_the_same_batches(moved, strategy):
+    expected, _ = change_seq_len(1, strategy=strategy, **moved)
+    for number in range(30):
+        rng, stream, state = random.Random(number), [], None
+        for seq_len, steps in SEQ_LENS:
+            cut = rng.randint(0, steps)
+            plan = [(rng.choice(WORLD_SIZES), part, rng.choice([0, 1])) for part in (cut, steps - cut)]
+            more, state = run(plan, state=state, seq_len=seq_len, strategy=strategy, prefetch_factor=1, **moved)
+            stream += more
+        assert stream == expected, f"plan {number}"
+
+
+def change_seq_len(world_size, **more):
+    """The samples, and the last state, of a run whose seq_len changes twice; the world size changes with it."""
+    stream, state = [], None
+    for number, (seq_len, steps) in enumerate(SEQ_LENS):
+        plan = [(world_size if number % 2 == 0 else {1: 1, 2: 6, 3: 4, 8: 2}[world_size], steps, number % 2)]
+        part, state = run(plan, state=state, seq_len=seq_len, prefetch_factor=1, **more)
+        stream += part
+    return stream, state
+
+
+def without_marks(tokens):
+    return Counter({token: count for token, count in tokens.items() if token not in (EOS, PAD)})
+
+
+def buffered(state):
+    """The tokens that wait in a state."""
+    for _, _, shuffler in state["shards"].values():
+        packer = shuffler["source"]
+        for sample in (*shuffler["buffer"], *packer["tail"], *packer["open"]):
+            yield from (token for token in sample["tokens"]["tensor"].tolist() if token != EOS)
+
+
+def drawn(state, moved):
+    """The tokens of the documents that the mixes of a state have handed out."""
+    tokens = Counter()
+    for shard, (_, _, shuffler) in state["shards"].items():
+        mixer = shuffler["source"]["source"]
+        documents = mix(shard, NUM_SHARDS, **moved)
+        for _ in range(sum(mixer["documents"].values())):
+            tokens.update(next(documents).tokens.tolist())
+    return tokens
 
 
 def test_the_stream_does_not_depend_on_where_the_dataset_lies(data, moved, reference):

@@ -95,7 +95,7 @@ def test_says_what_it_needs():
 
 def test_filler_is_told_apart_and_has_no_labels():
     real = Sample(np.arange(SEQ_LEN), (0,), (("a", "u", 0, 0),))
-    collate = CausalLMCollator(shift_labels=False, mark_filler=True)
+    collate = CausalLMCollator(shift_labels=False, pad_id=5, is_filler=True)
     batch = collate([real, filler(SEQ_LEN, 5), real])
     assert batch["is_filler"].tolist() == [False, True, False]
     assert set(batch["labels"][1].tolist()) == {-100}

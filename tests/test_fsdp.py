@@ -14,6 +14,8 @@ from ibm_nodes.recipes.cluster import Cluster, current_cluster
 from ibm_nodes.recipes.fsdp_ethernet import choose_strategy
 from ibm_nodes.recipes.models import build_model
 
+pytestmark = pytest.mark.timeout(600)  # all ranks' work is done before the first test, on cores that may be few
+
 STEPS, STOP, FEW, BATCH, SEQ_LEN = 20, 14, 5, 8, 32
 EXACT = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
 HYBRID = {"strategy": "hybrid", **EXACT}
@@ -47,7 +49,7 @@ def runs(said, folder):
 
 
 def training(url, folder):
-    data = {"url": f"{url}/corpus", "seq_len": SEQ_LEN, "global_batch_size": BATCH, "num_shards": 24}
+    data = {"url": f"{url}/corpus", "seq_len": SEQ_LEN, "global_batch_size": BATCH, "num_shards": BATCH}
     common = {"run": "train", "ranks": 4, "data": data, "sharding": EXACT, "train": {"steps": STEPS}}
 
     def saves(name):
@@ -260,6 +262,21 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(said, folde
         assert set(kept) == set(dict(model.named_parameters()))
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(kept[name].view(parameter.shape), parameter.grad, atol=1e-6, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("strategy", ["full", "hybrid"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_micro_steps_reduce_no_gradient_across_nodes(said, engine, strategy):
+    calls = {micro_steps: said[f"micro {engine} {strategy}"][0][str(micro_steps)][2] for micro_steps in (1, 2, 4)}
+    gathers = "c10d::allgather_" if engine == "fsdp1" else "c10d::_allgather_base_"
+    for micro_steps in (2, 4):
+        more = {name: count - calls[1][name] for name, count in calls[micro_steps].items() if count != calls[1][name]}
+        # Four blocks and the root are gathered in the forward, the blocks again in the backward.
+        expected = {gathers: 9 * (micro_steps - 1)}
+        if (engine, strategy) == ("fsdp2", "hybrid"):
+            expected["c10d::_reduce_scatter_base_"] = 5 * (micro_steps - 1)  # within the node
+        assert more == expected
+    assert calls[1]["c10d::_reduce_scatter_base_"] == 5
 
 
 def test_says_what_does_not_fit(said):

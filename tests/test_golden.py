@@ -82,6 +82,11 @@ Y2|j@l*NR{s*+Z>bn
     """,
 }
 READING = "e770808140733899c211bb21fe737c287dae818f3920dc7874ba76699d76fdf9"
+PACKED = {
+    "pad": "de2d8d34b4a5356a970bfff133a09f5902f8f9f145c0d10b65d4e0fe002903af",
+    "best_fit": "8b61ae64ce4f83258ba1b560cf9895312c4086fd27c4708bfb47c00d8aadb9f8",
+    "changed": "1c09ea8f8ed6a4d0cc0c099a5196b0a5547dc4ea7ccefd5e04937dcf1ed354b7",
+}
 STREAM = "0950eb0a546fd14a44a01b56a5b9b007532171641cd0da967408ebd646a45d53"
 
 
@@ -117,11 +122,27 @@ def digest_of_stream(root, count=400):
     return digest.hexdigest()
 
 
-def build(shard, num_shards, *, root):
+def digest_of_packing(root, strategy, count=200):
+    """The samples of the same mix, packed in another way; of "changed" seq_len changes at loads."""
+    digest, state = hashlib.sha256(), None
+    for seq_len in (32, 96, 16) if strategy == "changed" else (32,):
+        graph = functools.partial(build, root=root, seq_len=seq_len, strategy=strategy.replace("changed", "best_fit"))
+        node = Sharder(graph, num_shards=8, rank=0, world_size=1)
+        node.reset(state)
+        for sample, _ in zip(node, range(count), strict=False):
+            places = [(name, url.removeprefix(root), row, offset) for name, url, row, offset in sample.documents]
+            digest.update(repr((sample.tokens.tolist(), list(sample.starts), places)).encode())
+        state = node.state_dict()
+    return digest.hexdigest()
+
+
+def build(shard, num_shards, *, root, seq_len=32, strategy="concat"):
     more = {"shard": shard, "num_shards": num_shards, "seed": 7}
     sources = {name: Reader(f"{root}{name}/", name=name, **more) for name in ("prose", "code")}
     node = Mixer(sources, weights={"prose": 0.7, "code": 0.3}, seed=(7, shard))
-    return Shuffler(Packer(node, seq_len=32, eos_id=2, bos_id=1), buffer_size=5, seed=(7, shard))
+    return Shuffler(
+        Packer(node, seq_len=seq_len, eos_id=2, bos_id=1, strategy=strategy), buffer_size=5, seed=(7, shard)
+    )
 
 
 def test_documents_come_in_the_order_in_which_they_always_came(root):
@@ -132,6 +153,11 @@ def test_samples_come_in_the_order_in_which_they_always_came(root):
     assert digest_of_stream(root) == STREAM
 
 
+@pytest.mark.parametrize("strategy", PACKED)
+def test_samples_of_whole_documents_come_in_the_order_in_which_they_always_came(root, strategy):
+    assert digest_of_packing(root, strategy) == PACKED[strategy]
+
+
 def test_the_files_hold_the_documents_that_name_themselves(root):
     rows = [*corpora.read(f"{root}prose/").values(), *corpora.read(f"{root}code/").values()]
     assert rows == corpora.documents([(7 * number * number) % 41 for number in range(105)])
@@ -140,4 +166,5 @@ def test_the_files_hold_the_documents_that_name_themselves(root):
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
         root = put_files(f"file://{directory}/")
-        sys.stdout.write(f'READING = "{digest_of_reading(root)}"\nSTREAM = "{digest_of_stream(root)}"\n')
+        packed = {strategy: digest_of_packing(root, strategy) for strategy in PACKED}
+        sys.stdout.write(f'READING = "{digest_of_reading(root)}"\nSTREAM = "{digest_of_stream(root)}"\n{packed}\n')

@@ -22,6 +22,7 @@ from ibm_nodes import (
     Mixer,
     Packer,
     Prefetcher,
+    PromptMasker,
     Reader,
     Sharder,
     Shuffler,
@@ -56,9 +57,16 @@ def shuffle(source, buffer_size=3):
     return Shuffler(source, buffer_size=buffer_size, seed=5)
 
 
+def pack_whole(source, strategy="best_fit"):
+    return Packer(source, seq_len=4, eos_id=EOS, strategy=strategy, num_open=3)
+
+
 STACKS = {
     "batcher": partial(Batcher, batch_size=2),
     "packer": pack,
+    "pad": partial(pack_whole, strategy="pad"),
+    "best-fit": pack_whole,
+    "masker": lambda source: pack_whole(PromptMasker(source, response_ids=[2001, 2002])),
     "shuffler": shuffle,
     "mixer": lambda source: Mixer({"a": source}, weights={"a": 1}),
     "prefetcher": partial(Prefetcher, prefetch_factor=2),
@@ -146,6 +154,8 @@ class TestEveryNode:
             mixed,
             lambda *of: pack(mixed(*of)),
             lambda *of: shuffle(pack(mixed(*of), seq_len=7), buffer_size=2),
+            lambda *of: shuffle(pack_whole(mixed(*of)), buffer_size=2),
+            lambda *of: pack_whole(mixed(*of), strategy="pad"),
             lambda *of: shuffle(read(*of)),
             lambda *of: Batcher(numbers(*of), batch_size=2),
         ):

@@ -269,6 +269,10 @@ def test_a_sample_does_not_change_when_the_node_goes_on():
         ({"eos_id": -1}, "eos_id must be from 0 to"),
         ({"eos_id": 1 << 31}, "eos_id must be from 0 to"),
         ({"bos_id": -5}, "bos_id must be from 0 to .*, got -5"),
+        ({"pad_id": -1}, "pad_id must be from 0 to .*, got -1"),
+        ({"num_open": 0}, "num_open must be at least 1, got 0"),
+        ({"strategy": "best"}, "strategy must be one of concat, pad, best_fit, got 'best'"),
+        ({"overflow": "cut"}, "overflow must be one of split, truncate, drop, got 'cut'"),
     ],
 )
 def test_refuses_numbers_that_make_no_sense(changes, message):
@@ -276,12 +280,23 @@ def test_refuses_numbers_that_make_no_sense(changes, message):
         build([], **changes)
 
 
-@pytest.mark.parametrize("changes", [{"seq_len": 5}, {"eos_id": 1}, {"bos_id": 1}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eos_id": 1},
+        {"bos_id": 1},
+        {"pad_id": 1},
+        {"strategy": "pad"},
+        {"overflow": "drop"},
+        {"num_open": 3},
+    ],
+    ids=str,
+)
 def test_refuses_the_state_of_another_setting_naming_both_values(changes):
     state = build([]).state_dict()
     ((name, value),) = changes.items()
     with pytest.raises(
-        ValueError, match=f"Packer was saved with {name}={state[name]} and is now built with {name}={value}"
+        ValueError, match=f"Packer was saved with {name}={state[name]!r} and is now built with {name}={value!r}"
     ):
         build([], **changes).reset(state)
 

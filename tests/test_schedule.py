@@ -81,7 +81,7 @@ def test_changes_come_back_with_the_state_unless_other_weights_are_given():
         ([(5, {"a": 1}), (3, {"a": 1})], "ascending"),
         ([(-1, {"a": 1})], "ascending"),
         ([(0, {"a": 0})], "must not all be zero"),
-        ([(0, {"a": -1})], "got -1 for 'a'"),
+        ([(0, {"a": -1})], "got -1.0 for 'a'"),
         ([(0, {"a": 1}), (7, {"a": math.nan})], "weights from 7 on must be finite"),
     ],
 )

@@ -18,6 +18,7 @@ from ibm_nodes import Loader, cli, flags, load_recipe
 from ibm_nodes.recipes import train, trainer
 from ibm_nodes.recipes.models import build_model
 from ibm_nodes.recipes.quickstart import quickstart
+from ibm_nodes.recipes.saves import _prove_writable
 
 STEPS = 12
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -134,6 +135,32 @@ def test_sigterm_saves_and_ends_with_0_and_the_next_run_goes_on(url, whole, tmp_
 
 
 # In this process
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_sentence(fails, url, tmp_path, capsys):
+    base = ["quickstart", "--url", url, "--checkpoint", str(tmp_path / "saves")]
+    assert cli.main(["train", *base, "--steps", "1", "--seq-len", "16"]) == 0
+    assert capsys.readouterr().out.startswith("step 1  loss ")
+    text = fails(*base, "--steps", "2", "--seq-len", "16", "--model", "tiny-t5")
+    assert text.startswith(
+        f"step 1 under {tmp_path}/saves does not fit this run: Missing key in checkpoint state_dict: "
+    )
+    text = fails(*base, "--steps", "2", "--seq-len", "32")
+    assert text.startswith("Packer was saved with seq_len=16 and is now built with seq_len=32")
+    assert cli.main(["train", *base, "--steps", "1", "--seq-len", "16"]) == 0  # which is done already
+    assert capsys.readouterr().out == ""
+
+
+def test_a_place_that_cannot_be_written_to_is_one_sentence_before_the_first_step(fails, url, tmp_path):
+    (tmp_path / "file").touch()
+    base = ["quickstart", "--url", url, "--steps", "1", "--seq-len", "16", "--global-batch-size", "4"]
+    assert str(tmp_path / "file") in fails(*base, "--checkpoint", f"{tmp_path}/file/saves")
+
+
+def test_a_store_that_cannot_be_reached_is_one_sentence_without_its_secret(url):
+    with pytest.raises(ConnectionError) as error:
+        _prove_writable("s3://nowhere/saves", {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "sesame"})
+    assert "127.0.0.1:9" in str(error.value) and "sesame" not in str(error.value)
 
 
 @pytest.fixture
