@@ -41,7 +41,8 @@ class Reader(Node[Any]):
         column: the column of integer lists.
         columns: yield rows in place of documents: dicts of these columns of any types, and the place under
             ``__url__``, ``__row__``, ``__name__`` and ``__epoch__``. Lists of integers are arrays, except from JSON
-            lines; the rest are Python's own values. For Arrow and Parquet files and JSON lines.
+            lines; the rest are Python's own values. Rows in which all of them are null or empty are passed over and
+            counted. Not for the formats megatron, mds and one's own.
         format: "arrow", "parquet", "jsonl", "megatron", "mds" or "webdataset"; None tells by the ending. Or what opens
             a file of a format of one's own, and gives a ``ShardFile``.
         epochs: passes over the data; None goes on for ever.

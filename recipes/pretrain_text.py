@@ -43,7 +43,7 @@ def pretrain_text(
     """Streams a weighted mix of datasets of text, tokenized on the fly, the same at every world size.
 
     All but the tokenizer is as in the recipe ``pretrain``: weights are shares of tokens, and the datasets are Arrow or
-    Parquet files or JSON lines, with a column of text.
+    Parquet files, JSON lines or tar files, with a column of text.
 
     Args:
         datasets: prefix of the files by name.

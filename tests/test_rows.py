@@ -1,8 +1,10 @@
 """Rows: the same columns from every format that has them, in the same places, and the same nodes over them."""
 
 import gzip
+import io
 import itertools
 import json
+import tarfile
 
 import corpora
 import numpy as np
@@ -44,11 +46,32 @@ def lines(batches):
     return b"".join(json.dumps(row).encode() + b"\n" for table in batches for row in table.to_pylist())
 
 
+def tar(batches):
+    """Samples of members of every kind, and null text left out of KEY.txt and in KEY.json."""
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode="w") as archive:
+        for row in itertools.chain(*(table.to_pylist() for table in batches)):
+            tokens = io.BytesIO()
+            np.save(tokens, np.array(row["tokens"], np.int32))
+            members = {"tokens.npy": tokens.getvalue(), "meta.json": json.dumps(row["meta"]).encode(), "png": b"image"}
+            rest = {"score": row["score"], "id": row["id"]}
+            if row["text"] is None:
+                rest["text"] = None
+            else:
+                members["text" if row["id"] % 2 else "text.txt"] = row["text"].encode()
+            for field, content in {**members, "json": json.dumps(rest).encode()}.items():
+                info = tarfile.TarInfo(f"some/{row['id']:05}.{field}")
+                info.size = len(content)
+                archive.addfile(info, io.BytesIO(content))
+    return sink.getvalue()
+
+
 FORMATS = {
     "parquet": corpora.parquet,
     "arrow": corpora.arrow,
     "arrows": stream,
     "jsonl": lines,
+    "tar": tar,
     "jsonl.gz": lambda batches: gzip.compress(lines(batches)),
 }
 
@@ -99,7 +122,10 @@ class TestEveryFormat:
         assert_rescales(lambda *of: Filter(read(corpus, *of), kept), num_shards=4, cuts=(0, 12))
 
     def test_a_column_that_is_not_there_is_named_with_those_that_are(self, corpus):
-        with pytest.raises(LookupError, match="no column 'txt' in .*give columns?, .*'id', 'text', 'score'"):
+        with pytest.raises(
+            LookupError,
+            match=r"no '?(column )?'?txt'(: give columns, FIELDs| in .*give columns?, .*'id', 'text', 'score')",
+        ):
             next(read(corpus, columns=["text", "txt"]))
 
 
@@ -127,6 +153,16 @@ def test_lists_of_integers_are_arrays_that_a_shuffler_can_save(tmp_path):
     fresh = Shuffler(read(url, epochs=1), buffer_size=9, seed=0)
     fresh.reset(node.state_dict())
     assert same(first + take(fresh), take(Shuffler(read(url, epochs=1), buffer_size=9, seed=0)))
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_rows_that_are_empty_in_all_columns_are_passed_over_and_counted(tmp_path, form):
+    url = write(f"file://{tmp_path}/d/", form, records(40))
+    node = read(url, columns=["text"], epochs=1)
+    assert {row["text"] for row in take(node)} == {row["text"] for row in records(40)} - {"", None}
+    assert node.state_dict()["skipped"] == sum(not row["text"] for row in records(40)) == 11
+    firsts = [take(read(url, shard, 80, columns=["text"]), 29) for shard in range(80)]  # some own nothing but such rows
+    assert 29 in {len({row["text"] for row in few}) for few in firsts}
 
 
 def test_other_columns_are_another_order_and_refused_on_resume(tmp_path):

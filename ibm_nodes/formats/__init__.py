@@ -83,6 +83,7 @@ ROW_FORMATS: dict[str, Callable[[StoredObject, Columns], ShardFile]] = {
     "arrow": open_arrow,
     "parquet": ParquetFile,
     "jsonl": open_json_lines,
+    "webdataset": open_tar,
 }
 """Formats whose rows may have any columns."""
 

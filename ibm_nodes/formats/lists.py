@@ -60,17 +60,22 @@ class Lists:
 
     @classmethod
     def of_dicts(cls, columns: Mapping[str, Sequence[Any]], rows: Sequence[int] | np.ndarray) -> "Lists":
-        """Makes a dict for each row.
+        """Makes a dict for each row; one whose values are all null or empty is an empty row.
 
         Args:
             columns: a value for each row, by name.
             rows: where each stands in its file.
         """
-        values = np.empty(len(rows), object)
+        values, sizes = np.empty(len(rows), object), np.empty(len(rows), np.int64)
         for index, row in enumerate(zip(*columns.values(), strict=True)):
             values[index] = dict(zip(columns, row, strict=True))
-        edges = np.arange(len(rows) + 1)
-        return cls(values, edges[:-1], edges[1:], np.array(rows, np.int64))
+            sizes[index] = not all(map(_is_empty, row))
+        begins = np.arange(len(rows))
+        return cls(values, begins, begins + sizes, np.array(rows, np.int64))
+
+
+def _is_empty(value: Any) -> bool:
+    return value is None or (hasattr(value, "__len__") and not len(value))
 
 
 def is_list_of_integers(kind: pa.DataType) -> bool:

@@ -1,8 +1,11 @@
-"""Tar files whose members hold token ids, as webdataset writes them, plain or compressed.
+"""Tar files whose members hold token ids or text, as webdataset writes them, plain or compressed.
 
 Consecutive members ``KEY.FIELD`` of one KEY are a sample; FIELD begins at the first dot of the name. The column of a
 sample is the member of that FIELD, with or without ``.npy`` or ``.json`` after it, or a key of its member ``json``. A
 row is the number of the sample in its file.
+
+Of several columns, each is such a member or key, or the member ``FIELD.txt``. What ends in ``txt`` or ``text`` is a
+str, in ``npy`` an array, in ``json`` what it says; the rest are bytes.
 """
 
 import io
@@ -15,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ibm_nodes.formats.lists import Lists
+from ibm_nodes.formats.lists import Columns, Lists
 from ibm_nodes.formats.sequential import SequentialFile
 from ibm_nodes.listing import StoredObject
 
@@ -24,17 +27,19 @@ SPECIAL = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, 
 META = re.compile(r"__[^/]*__($|/)")
 
 
-def open_tar(file: StoredObject, column: str) -> SequentialFile:
+def open_tar(file: StoredObject, column: Columns) -> SequentialFile:
     """Opens a tar file, compressed or not as its ending says."""
     return SequentialFile(file, lambda: TarDecoder(column, file.url))
 
 
 class TarDecoder:
-    """Takes one column out of a tar file that comes in pieces."""
+    """Takes one column, or the rows of several, out of a tar file that comes in pieces."""
 
-    def __init__(self, column: str, url: str) -> None:
-        self._column, self._url = column, url
-        self._fields = {column, f"{column}.npy", f"{column}.json", "json"}
+    def __init__(self, column: Columns, url: str) -> None:
+        self._url = url
+        self._column = column if isinstance(column, str) else ""
+        self._sample = None if isinstance(column, str) else _Sample(column)
+        self._fields = {"json", *(self._sample.fields if self._sample else _fields(self._column))}
         self._buffer = bytearray()
         self._drop = 0  # bytes still to come of members that were looked at
         self._ended = False
@@ -44,6 +49,8 @@ class TarDecoder:
 
     def feed(self, data: bytes, *, last: bool, wanted: bool) -> Lists | None:
         """Takes the next bytes, and gives the rows whose member ends in them, if they are wanted."""
+        if self._sample:
+            self._sample.wanted = wanted
         arrays: list[np.ndarray[Any, Any]] = []
         rows: list[int] = []
         self._buffer += data
@@ -64,6 +71,8 @@ class TarDecoder:
             self._drop = size
         if last and not self._ended:
             raise ValueError(f"{self._url} was cut off: a tar file ends with records of zeros")
+        if self._sample:
+            return self._sample.take() if wanted else None
         return Lists.of(arrays, rows) if wanted else None
 
     def _skip(self) -> bool:
@@ -107,6 +116,10 @@ class TarDecoder:
         if key and key != self._key:
             self._end_sample()
             self._key, self._row, self._found = key, self._row + 1, False
+        if self._sample:
+            if field in self._fields:
+                self._sample.members[field] = content
+            return None
         if field not in self._fields or not (wanted or field == "json"):
             self._found = self._found or field in self._fields
             return None
@@ -118,11 +131,75 @@ class TarDecoder:
         return array if wanted else None
 
     def _end_sample(self) -> None:
-        if not self._found:
+        if self._sample:
+            if self._key is not None:
+                self._sample.end(self._row, f"sample {self._key!r} in {self._url}")
+        elif not self._found:
             raise LookupError(
                 f"sample {self._key!r} in {self._url} has no {self._column!r}: give column, the FIELD of its members "
                 "KEY.FIELD, without .npy or .json"
             )
+
+
+class _Sample:
+    """Members of the present sample, and the rows that samples before it were made into.
+
+    Attributes:
+        fields: members that may hold a column.
+        members: those of the present sample, by field.
+        wanted: whether rows are wanted.
+    """
+
+    def __init__(self, columns: tuple[str, ...]) -> None:
+        self.fields = {field for column in columns for field in (*_fields(column), f"{column}.txt")}
+        self.members: dict[str, bytes] = {}
+        self.wanted = False
+        self._values: dict[str, list[Any]] = {column: [] for column in columns}
+        self._rows: list[int] = []
+
+    def end(self, row: int, place: str) -> None:
+        """Makes a row of the present sample, if it is wanted."""
+        members, self.members = self.members, {}
+        if not self.wanted:
+            return
+        for column, values in self._values.items():
+            try:
+                values.append(_find(members, column))
+            except LookupError as error:
+                raise LookupError(
+                    f"{place} has no {column!r}: give columns, FIELDs of its members KEY.FIELD or keys of KEY.json"
+                ) from error
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ValueError(f"{column!r} of {place} cannot be decoded: {error}") from error
+        self._rows.append(row)
+
+    def take(self) -> Lists:
+        """Gives the rows made since the last call."""
+        lists = Lists.of_dicts(self._values, self._rows)
+        self._values, self._rows = {column: [] for column in self._values}, []
+        return lists
+
+
+def _fields(column: str) -> tuple[str, ...]:
+    return column, f"{column}.npy", f"{column}.json"
+
+
+def _find(members: dict[str, bytes], column: str) -> Any:
+    for field in (*_fields(column), f"{column}.txt"):
+        if field in members:
+            return _to_value(members[field], field.rpartition(".")[2])
+    found = json.loads(members["json"])
+    if not isinstance(found, dict):
+        raise ValueError("the member json is not an object")
+    return found[column]
+
+
+def _to_value(content: bytes, ending: str) -> Any:
+    if ending in ("txt", "text"):
+        return content.decode()
+    if ending == "json":
+        return json.loads(content)
+    return _decode_npy(content) if ending == "npy" else content
 
 
 def _decode(content: bytes, field: str, column: str) -> np.ndarray[Any, Any] | None:
