@@ -381,7 +381,7 @@ def test_text_is_written_with_the_boundaries_of_the_documents(ibm_nodes, tmp_pat
 def test_text_of_tokens_that_are_not_learned_is_written_too():
     tokens = np.array([*map(ord, "Q: why? A: so."), 256], np.int32)
     tokens[:10] = ~tokens[:10]
-    (found,) = documents(Sample(tokens, (0,), (("chat", "file", 7, 0),)), text=True)
+    (found,) = documents(Sample(tokens, (0,), (("chat", "file", 7, 0),)), to_text=bytes_to_text)
     assert found["text"] == "Q: why? A: so.<256>"
     assert (found["begin"], found["end"]) == (0, 15)
 
