@@ -29,9 +29,14 @@ class BestFit:
         num_open: samples that are open at a time; with one, documents come in order, and each sample ends where the
             next document does not fit.
         counts: in which documents that are split are counted.
+
+    Attributes:
+        waiting: documents that are not packed yet.
+        length: their tokens.
     """
 
     def __init__(self, *, seq_len: int, num_open: int, counts: dict[str, int]) -> None:
+        self.length = 0
         self.waiting: deque[Run] = deque()
         self._seq_len = seq_len
         self._num_open = num_open
@@ -53,6 +58,19 @@ class BestFit:
             insort(self._keys, key)
             self._open[key] = opened
 
+    def add(self, runs: Iterable[Run]) -> None:
+        """Adds documents to those that wait."""
+        for run in runs:
+            self.waiting.append(run)
+            self.length += run[1]
+
+    def take(self) -> list[Run]:
+        """Takes all that waits."""
+        runs = list(self.waiting)
+        self.waiting.clear()
+        self.length = 0
+        return runs
+
     def next(self) -> Sample | None:
         """Packs what waits until a sample is done; None if nothing waits any more."""
         waiting, keys, samples, seq_len = self.waiting, self._keys, self._open, self._seq_len
@@ -71,6 +89,7 @@ class BestFit:
                 return self.pop()
             opened.add(pieces, place)
             waiting.popleft()
+            self.length -= length
             key -= needed
             if key < FULL:
                 return opened.sample()
@@ -95,6 +114,7 @@ class BestFit:
         """Takes a sample off a document that is as long or longer; the rest stays first."""
         pieces, length, place = self.waiting.popleft()
         size = self._seq_len
+        self.length -= size
         tokens = pieces[0] if len(pieces) == 1 and place[3] > 0 else np.concatenate(pieces)
         if length > size:
             name, url, row, offset = place

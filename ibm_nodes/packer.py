@@ -137,8 +137,7 @@ class Packer(Node[Sample]):
             return False
         self._counts["tokens"] -= sum(len(sample.tokens) for sample in items)
         self._counts["padding"] -= sum(self._saved_seq_len - len(sample.tokens) for sample in items)
-        waiting = [*self._fit.waiting, *self._tail.take()]
-        self._fit.waiting.clear()
+        waiting = [*self._fit.take(), *self._tail.take()]
         self._put([*(run for sample in items for run in runs_in(sample)), *waiting])
         self._saved_seq_len = self.seq_len
         return True
@@ -153,15 +152,17 @@ class Packer(Node[Sample]):
         return tail.cut(seq_len)
 
     def _whole(self) -> Sample:
-        fit = self._fit
-        while (sample := fit.next()) is None:
-            if self._draw(self.seq_len):
-                fit.waiting.extend(self._tail.take())
-            elif not len(fit) or (self.drop_last and len(fit) == 1):
-                raise StopIteration
-            else:
-                return fit.pop()
-        return sample
+        fit, seq_len = self._fit, self.seq_len
+        more = True
+        while more:
+            # How many documents are drawn before a sample depends on the documents alone, not on how many come at once.
+            while fit.length < seq_len and (more := self._draw(seq_len - fit.length)):
+                fit.add(self._tail.take())
+            if (sample := fit.next()) is not None:
+                return sample
+        if len(fit) <= self.drop_last:
+            raise StopIteration
+        return fit.pop()
 
     def _draw(self, num_tokens: int) -> bool:
         """Adds documents to the tail; says whether there were any."""
@@ -175,7 +176,7 @@ class Packer(Node[Sample]):
     def _put(self, runs: Iterable[Run]) -> None:
         self._tail.put(runs)
         if self.strategy != "concat":
-            self._fit.waiting.extend(self._tail.take())
+            self._fit.add(self._tail.take())
 
 
 def _state(

@@ -31,7 +31,7 @@ class AtOnce(Node):
 
     def reset(self, initial_state=None):
         super().reset(initial_state)
-        self.position = 0
+        self.position = 0 if initial_state is None else initial_state["position"]
 
     def next(self):
         return self.draw(1)[0]
@@ -247,12 +247,24 @@ def test_an_error_of_the_source_loses_no_token_and_its_state_goes_on(strategy, f
     assert same(samples + list(node), whole)
 
 
-def test_samples_do_not_depend_on_how_many_documents_are_drawn_at_once():
-    for strategy in STRATEGIES:
-        docs = documents(LENGTHS * 3)
-        alone = list(build(docs, strategy=strategy))
-        together = list(Packer(AtOnce(docs), seq_len=L, eos_id=EOS, num_open=3, strategy=strategy))
-        assert same(together, alone)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("bos_id", [None, BOS])
+def test_how_many_documents_a_sample_takes_does_not_depend_on_how_many_come_at_once(strategy, bos_id):
+    """Weights that change while a run goes on depend on it."""
+    docs = documents(LENGTHS * 3)
+    docs = [one if one.row % 2 else one._replace(tokens=np.append(one.tokens, EOS)) for one in docs]
+    options = {"seq_len": L, "eos_id": EOS, "num_open": 3, "strategy": strategy, "bos_id": bos_id}
+    alone, together, resumed = (Packer(kind(docs), **options) for kind in (Items, AtOnce, AtOnce))
+    samples, drawn = [], []
+    for sample in alone:
+        samples.append(sample)
+        drawn.append(alone.state_dict()["source"])
+    for number, sample in enumerate(samples):
+        assert same(next(together), sample)
+        assert together.state_dict()["source"] == drawn[number]
+        assert same(next(resumed), sample)
+        resumed.reset(stored(resumed.state_dict()))
+        assert resumed.state_dict()["source"] == drawn[number]
 
 
 @settings(max_examples=80, deadline=None, database=None)
