@@ -71,9 +71,9 @@ def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict
         entry = datasets.setdefault(name or reader["settings"]["name"], {"passes": 0, "skipped": 0})
         entry["passes"] += reader["passes"] * (num_shards if reader["whole"] else 1) / num_owned
         entry["skipped"] += reader["skipped"]
-    for dropped in (found["dropped"] for shard in shards for found in _find(shard, "dropped")):
-        for name, (documents, tokens) in dropped.items():
-            entry = datasets.setdefault(name, {})
+    for state in (found for shard in shards for found in _find(shard, "dropped_by_dataset")):
+        for name, (documents, tokens) in state["dropped_by_dataset"].items():
+            entry = datasets.setdefault(name, {"passes": 0, "skipped": 0})
             entry["dropped"] = entry.get("dropped", 0) + documents
             entry["dropped_tokens"] = entry.get("dropped_tokens", 0) + tokens
     drawn = sum(entry.get("tokens", 0) for entry in datasets.values())
