@@ -29,7 +29,7 @@ class Filter(Node[T]):
         ValueError: while reading, if nothing was kept in 8 passes over the data.
     """
 
-    DROPPED_KEY = "dropped"
+    DROPPED_KEY = "dropped_by_dataset"
     TAKEN_KEY = "taken"
     SOURCE_KEY = "source"
 

@@ -71,23 +71,16 @@ def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict
         entry = datasets.setdefault(name or reader["settings"]["name"], {"passes": 0, "skipped": 0})
         entry["passes"] += reader["passes"] * (num_shards if reader["whole"] else 1) / num_owned
         entry["skipped"] += reader["skipped"]
-    for name, documents, tokens in (found for shard in shards for found in _dropped(shard)):
-        entry = datasets.setdefault(name, {})
-        entry["dropped"] = entry.get("dropped", 0) + documents
-        entry["dropped_tokens"] = entry.get("dropped_tokens", 0) + tokens
+    for state in (found for shard in shards for found in _find(shard, "dropped_by_dataset")):
+        for name, (documents, tokens) in state["dropped_by_dataset"].items():
+            entry = datasets.setdefault(name, {"passes": 0, "skipped": 0})
+            entry["dropped"] = entry.get("dropped", 0) + documents
+            entry["dropped_tokens"] = entry.get("dropped_tokens", 0) + tokens
     drawn = sum(entry.get("tokens", 0) for entry in datasets.values())
     for entry in datasets.values():
         if drawn and "tokens" in entry:
             entry["share"] = entry["tokens"] / drawn
     return datasets
-
-
-def _dropped(shard: State) -> Iterator[tuple[str, int, int]]:
-    """Gives what filters have dropped: dataset, documents, tokens."""
-    for found in _find(shard, "dropped"):
-        if isinstance(found["dropped"], dict):  # a Packer counts what it dropped, without names
-            for name, (documents, tokens) in found["dropped"].items():
-                yield name, documents, tokens
 
 
 def _readers(shard: State) -> Iterator[tuple[str, State]]:

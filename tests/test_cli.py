@@ -145,7 +145,7 @@ def test_lists_recipes_that_return_models_and_those_that_cannot_be_loaded(ibm_no
     )
 
 
-def test_help_describes_each_argument_of_the_recipe_but_the_mesh(capsys):
+def test_help_describes_each_argument_of_the_recipe_that_text_can_give(capsys):
     with pytest.raises(SystemExit) as exit:
         cli.main(["run", "pretrain", "--help"])
     assert exit.value.code == 0
@@ -153,7 +153,7 @@ def test_help_describes_each_argument_of_the_recipe_but_the_mesh(capsys):
     parameters = inspect.signature(load_recipe("pretrain")).parameters
     for name in parameters:
         flag = "--" + flags.SINGULAR.get(name, name).replace("_", "-") + " "
-        assert (flag in text) == (name != "mesh")
+        assert (flag in text) == (name not in ("mesh", "text"))
     assert "tokens in a sample." in text
     assert "of the order of documents, the mix and the shuffle. (default: 0)" in text
 
