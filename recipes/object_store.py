@@ -129,6 +129,8 @@ def _guarded(
     data = tempfile.mkdtemp(prefix="weed-", dir=log.parent)
     command = [weed, "-logtostderr", "mini", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += ["-master.telemetry=false", "-webdav=false", "-admin.ui=false", "-s3.autoCreateBucket=false"]
+    # Each bucket takes a volume of its own; by default there are as many as free gigabytes of the disk.
+    command += ["-volume.max=100000", "-master.volumeSizeLimitMB=128"]
     command += ["-s3.port.iceberg=0", "-s3.port.lance=0", *(f"-{name}={port}" for name, port in ports.items())]
     numbers = ",".join(map(str, ports.values()))
     with log.open("ab") as output:

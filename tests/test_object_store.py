@@ -151,3 +151,11 @@ def test_shows_the_log_of_a_server_that_does_not_start(monkeypatch, tmp_path):
     with pytest.raises(RuntimeError, match="did not"), object_store.serve(tmp_path):
         pass
     assert left(tmp_path, []) == []
+
+
+@pytest.mark.slow
+def test_there_is_room_for_many_buckets_however_full_the_disk_is(s3):
+    """SeaweedFS has a volume a bucket, and by default as many volumes as the disk has free gigabytes."""
+    filesystem = connect(s3.storage_options)
+    for number in range(300):
+        filesystem.pipe_file(f"{object_store.make_bucket(s3.storage_options, f'many-{number:03}')}x", b"x")
