@@ -471,7 +471,6 @@ class TestDataThatIsNotTheSameAnyMore:
     @pytest.mark.parametrize(
         ("setting", "values"),
         [
-            ("seq_len", (16, 32)),
             ("eos_id", (EOS, 7)),
             ("buffer_size", (5, 6)),
             ("seed", (0, 1)),
