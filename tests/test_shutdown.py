@@ -133,7 +133,7 @@ class TestKilled:
         for _ in range(3):
             before = len(lines(log))
             process = children.start("train", *arguments)
-            wanted = before + 5 + rng.randrange(12)
+            wanted = before + 10 + rng.randrange(7)
             deadline = time.monotonic() + 40
             while len(lines(log)) < wanted and process.poll() is None:
                 assert time.monotonic() < deadline
@@ -146,7 +146,7 @@ class TestKilled:
             assert start == f"start {known}"
             self.check(steps, known, golden)
             saved = checkpoint.latest(url) or 0
-            assert saved >= known + len(steps) - 2  # a save waits for the one before it
+            assert saved >= known + len(steps) - 6  # four saves may be under way, and a step not saved yet
             known = saved
         assert known > 5
         self.check_two_ranks(local, url, known)
