@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.items import origin_of
-from ibm_nodes.node import Snapshot, draw, snapshot
+from ibm_nodes.node import Snapshot, as_snapshot, draw, snapshot
 
 T = TypeVar("T")
 
@@ -21,22 +21,30 @@ class Ahead(Generic[T]):
     """Draws several items at once from a source; its state is exact to the item, and holds none.
 
     Args:
-        source: the node that it draws from, which it resets.
+        source: the node that it draws from.
         state: the source's state and how many items to pass over, or None.
 
     Attributes:
         items: those that were drawn and not taken.
+        taken: how many of those that were drawn together were taken.
     """
 
-    __slots__ = ("_before", "_skip", "_source", "_taken", "items")
+    __slots__ = ("_before", "_skip", "_source", "_started", "_state", "items", "taken")
 
     def __init__(self, source: BaseNode[T], state: tuple[Any, int] | None) -> None:
         self.items: deque[T] = deque()
+        self.taken = 0
         self._source = source
+        self._state: Any
+        self._state, self._skip = (None, 0) if state is None else state
+        self._started = False
         self._before: Snapshot | None = None
-        self._taken = 0
-        source_state, self._skip = (None, 0) if state is None else state
-        source.reset(source_state)
+
+    def start(self) -> None:
+        """Resets the source, once; after an error it may be called again."""
+        if not self._started:
+            self._source.reset(self._state)
+            self._started = True
 
     def fill(self, num_tokens: int, extra: int = 0) -> None:
         """Draws more if there are none, as `Node.draw` does; an error or the end comes before the first item."""
@@ -45,7 +53,7 @@ class Ahead(Generic[T]):
         while self._skip:
             next(self._source)
             self._skip -= 1
-        self._before, self._taken = snapshot(self._source), 0
+        self._before, self.taken = snapshot(self._source), 0
         self.items.extend(draw(self._source, num_tokens, extra))
 
     def more(self, num_tokens: int, extra: int = 0) -> None:
@@ -56,14 +64,14 @@ class Ahead(Generic[T]):
         """Lets go of the first items, which count as handed out."""
         for _ in range(count):
             self.items.popleft()
-        self._taken += count
+        self.taken += count
 
     def snapshot(self) -> AheadState:
         """Takes the state that belongs to the items taken so far."""
         if self.items:
             assert self._before is not None
-            return self._before, self._taken
-        return snapshot(self._source), self._skip
+            return self._before, self.taken
+        return (snapshot(self._source) if self._started else as_snapshot(self._state)), self._skip
 
 
 class Barren:

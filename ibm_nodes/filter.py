@@ -48,6 +48,7 @@ class Filter(Node[T]):
             self._dropped = dict(initial_state[self.DROPPED_KEY])
             place = initial_state[self.SOURCE_KEY], initial_state[self.TAKEN_KEY]
         self._ahead: Ahead[T] = Ahead(self.source, place)
+        self._ahead.start()
 
     def next(self) -> T:
         return self.draw(1, extra=1)[0]

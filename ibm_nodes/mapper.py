@@ -52,6 +52,7 @@ class Mapper(Node[U], Generic[T, U]):
             check_settings(self, initial_state, seed=self.seed)
             place = initial_state[self.SOURCE_KEY], initial_state[self.TAKEN_KEY]
         self._ahead: Ahead[T] = Ahead(self.source, place)
+        self._ahead.start()
 
     def next(self) -> U:
         return self.draw(1, extra=1)[0]

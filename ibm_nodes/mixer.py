@@ -1,24 +1,23 @@
 """Mixer: draws from named sources so that their tokens follow weights."""
 
-from collections import deque
+import contextlib
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from ibm_nodes.node import Node, Snapshot, draw, snapshot
-from ibm_nodes.permutation import Seed, check_seed, derive_key, random_index
-from ibm_nodes.schedule import Schedule, check_weights
+from ibm_nodes.ahead import Ahead
+from ibm_nodes.credits import ONE, imagine, integer_weights, scale
+from ibm_nodes.node import Node, Snapshot
+from ibm_nodes.permutation import Seed, check_seed
+from ibm_nodes.schedule import Schedule
 from ibm_nodes.state import State, check_keys, check_settings
 
 T = TypeVar("T")
 
-ONE = 1 << 32
-"""The sum of all weights, as integers."""
 NUM_PROBES = 8
 """Documents whose lengths are looked at before the first draw from a source."""
-MAX_WARM_UP = 2048
 CHUNK_TOKENS = 1 << 13
 """As many are drawn from a source at once."""
 
@@ -125,13 +124,13 @@ class Mixer(Node[T]):
         self._fill()
         items: list[T] = []
         active, shares, credits, due = self._active, self._shares, self._now, self._due
-        while num_tokens > 0 and active[due].ahead:
+        while num_tokens > 0 and active[due].items:
             place = active[due]
             if place.limit is not None and place.tokens >= place.limit:
                 break
-            item = place.ahead.popleft()
+            item = place.items.popleft()
             length = len(item.tokens)  # type: ignore[attr-defined]  # items of a mix have tokens
-            place.drawn += 1
+            place.taken += 1
             place.documents += 1
             place.tokens += length
             num_tokens -= length + extra
@@ -144,7 +143,7 @@ class Mixer(Node[T]):
 
     def snapshot(self) -> Snapshot:
         active = [place.name for place in self._active]
-        places = [place.snapshot() for place in self._places.values()]
+        places = [(place.name, place.tokens, place.documents, *place.snapshot()) for place in self._places.values()]
         credits = self._credits, active, self._now
         return _state, (self.seed, credits, tuple(self._ended), self.weights, self._parked, places)
 
@@ -156,7 +155,7 @@ class Mixer(Node[T]):
     def _share(self) -> list[tuple[str, int]]:
         """Gives the weights of the sources that can be drawn from, by name."""
         left = {name: weight for name, weight in self.weights.items() if weight and name not in self._ended}
-        return list(_scale(left).items()) if left else []
+        return list(scale(left).items()) if left else []
 
     def _fill(self) -> None:
         """Sees to it that the source which is due has a document, or raises StopIteration."""
@@ -169,7 +168,7 @@ class Mixer(Node[T]):
             due = self._active[self._due]
             try:
                 if due.limit is None or due.tokens < due.limit:
-                    due.fill()
+                    due.fill(CHUNK_TOKENS)
                     return
             except StopIteration:
                 pass
@@ -188,11 +187,11 @@ class Mixer(Node[T]):
         _, self._until = schedule.weights(schedule.now)
         weights = self._scheduled()
         if weights != self.weights:
-            in_line = self._until == schedule.now + 1
-            if self._prepared and in_line:
+            if self._until == schedule.now + 1:
                 self._keep_credits()
-            if not in_line:
+            else:
                 self._credits = {}
+            self._active, self._shares, self._now = [], [], []  # also for a state that is taken after an error
             self.weights, self._prepared = weights, False
 
     def _scheduled(self) -> dict[str, int]:
@@ -223,7 +222,7 @@ class Mixer(Node[T]):
         for name in old:
             place = self._places[name]
             lengths[name] = (max(1, place.tokens // max(1, place.documents)),)
-        credits = _imagine(dict(active), {name: self._credits[name] for name in old}, lengths, self.seed)
+        credits = imagine(dict(active), {name: self._credits[name] for name in old}, lengths, self.seed)
         self._credits = {**self._credits, **{name: credits[name] for name in new}}
 
     def _activate(self) -> None:
@@ -260,29 +259,15 @@ def _state(
     }
 
 
-class _Place(Generic[T]):
-    """A source, and documents of it that were drawn before they are due; its state holds none of them.
+class _Place(Ahead[T]):
+    """A source, with documents that were drawn before they are due.
 
     Attributes:
-        ahead: those documents.
-        drawn: how many of those that were drawn together are not ahead any more.
         tokens, documents: how many were handed out in all.
         limit: tokens after which the source has ended, or None.
     """
 
-    __slots__ = (
-        "_before",
-        "_skip",
-        "_source",
-        "_started",
-        "_state",
-        "ahead",
-        "documents",
-        "drawn",
-        "limit",
-        "name",
-        "tokens",
-    )
+    __slots__ = ("documents", "limit", "name", "tokens")
 
     def __init__(
         self,
@@ -293,109 +278,14 @@ class _Place(Generic[T]):
         documents: int | None,
         state: tuple[Any, int] | None,
     ) -> None:
+        super().__init__(source, state)
         self.name, self.limit = name, limit
-        self.tokens, self.documents, self.drawn = tokens or 0, documents or 0, 0
-        self.ahead: deque[T] = deque()
-        self._source = source
-        self._state: Any
-        self._state, self._skip = (None, 0) if state is None else state
-        self._started = False
-        self._before: Snapshot | None = None
-
-    def start(self) -> None:
-        if not self._started:
-            self._source.reset(self._state)
-            self._started = True
-
-    def fill(self) -> None:
-        """Draws some documents if there are none; an error or the end comes where there would be the first."""
-        if not self.ahead:
-            self._mark()
-            self.ahead.extend(draw(self._source, CHUNK_TOKENS))
+        self.tokens, self.documents = tokens or 0, documents or 0
 
     def probe(self) -> tuple[int, ...]:
         """Gives the lengths of the first documents, which stay to be drawn."""
-        if not self.ahead:
-            self._mark()
-        while len(self.ahead) < NUM_PROBES:
-            try:
-                self.ahead.extend(draw(self._source, CHUNK_TOKENS))
-            except StopIteration:
-                break
-        return tuple(len(item.tokens) for item in islice(self.ahead, NUM_PROBES))  # type: ignore[attr-defined]
-
-    def snapshot(self) -> tuple[str, int, int, Snapshot, int]:
-        if self.ahead:
-            assert self._before is not None
-            return self.name, self.tokens, self.documents, self._before, self.drawn
-        return self.name, self.tokens, self.documents, snapshot(self._source), self._skip
-
-    def _mark(self) -> None:
-        """Passes over what was drawn before the state was taken, and remembers where the next documents begin."""
-        while self._skip:
-            next(self._source)
-            self._skip -= 1
-        self._before, self.drawn = snapshot(self._source), 0
-
-
-def integer_weights(weights: Mapping[str, float], names: Mapping[str, Any]) -> dict[str, int]:
-    """Gives weights as integers of sum 2**32, none of them 0 unless it was given as 0.
-
-    Raises:
-        ValueError: if names differ, or a weight is negative, NaN or infinite, or all are zero.
-    """
-    if unknown := sorted(set(weights) - set(names)):
-        raise ValueError(f"weights must be for the sources {sorted(names)}, got weights for {unknown} too")
-    if missing := sorted(set(names) - set(weights)):
-        raise ValueError(f"weights must name every source, got none for {missing}: give 0 to leave one out")
-    check_weights(weights)
-    largest = max(weights.values())  # exact: a float is a fraction
-    return _scale({name: round(weights[name] / largest * (1 << 62)) if weights[name] else 0 for name in sorted(names)})
-
-
-def _scale(weights: dict[str, int]) -> dict[str, int]:
-    """Scales integers to the sum 2**32 by largest remainders, ties by name."""
-    total = sum(weights.values())
-    scaled = {name: max(weight * ONE // total, weight > 0) for name, weight in weights.items()}
-    by_remainder = sorted(weights, key=lambda name: (-(weights[name] * ONE % total), name))
-    for name in by_remainder[: max(0, ONE - sum(scaled.values()))]:
-        scaled[name] += 1
-    scaled[max(scaled, key=lambda name: (scaled[name], name))] += ONE - sum(scaled.values())
-    return scaled
-
-
-def _residual(key: int, lengths: tuple[int, ...]) -> int:
-    """Picks one of the lengths in proportion to itself: the document that a random token falls into."""
-    token = random_index(key, 1, max(1, sum(lengths)))
-    for length in lengths:
-        if token < length:
-            return length
-        token -= length
-    return 1
-
-
-def _imagine(
-    active: dict[str, int], credits: dict[str, int], lengths: dict[str, tuple[int, ...]], seed: Seed
-) -> dict[str, int]:
-    """Gives the credits after a random number of imagined draws, up to two cycles of the rarest source.
-
-    ``credits`` are those that there are already; their mean is kept, and without any the mean of all is zero.
-    """
-    if credits.keys() == active.keys():
-        return credits
-    key = derive_key("Mixer", seed, "imagine", *sorted(active.keys() - credits.keys()))
-    imagined = dict(credits)
-    top = max(credits.values(), default=0)
-    for name in active.keys() - credits.keys():
-        own = derive_key("Mixer", seed, name)
-        imagined[name] = top - random_index(own, 0, _residual(own, lengths[name]) * ONE)
-    num_draws = random_index(key, 0, min(MAX_WARM_UP, 2 * ONE // min(active.values())))
-    for number in range(len(active) > 1 and num_draws):
-        name = max(active, key=imagined.__getitem__)
-        length = lengths[name][random_index(key, number + 1, len(lengths[name]))]
-        for other, weight in active.items():
-            imagined[other] += weight * length
-        imagined[name] -= length * ONE
-    kept = list(credits) or list(active)
-    before, after = sum(credits.values()) // len(kept), sum(imagined[name] for name in kept) // len(kept)
-    return {name: credit - after + before for name, credit in imagined.items()}
+        with contextlib.suppress(StopIteration):
+            self.fill(CHUNK_TOKENS)
+            while len(self.items) < NUM_PROBES:
+                self.more(CHUNK_TOKENS)
+        return tuple(len(item.tokens) for item in islice(self.items, NUM_PROBES))  # type: ignore[attr-defined]

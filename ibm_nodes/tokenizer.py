@@ -91,6 +91,7 @@ class Tokenizer(Node[Document]):
             self._skipped = initial_state[self.SKIPPED_KEY]
             place = initial_state[self.SOURCE_KEY], initial_state[self.TAKEN_KEY]
         self._ahead: Ahead[Row] = Ahead(self.source, place)
+        self._ahead.start()
         self._documents: deque[Document] = deque()  # made of the first rows ahead
         self._batch_size = 1
         self._barren = Barren("no text had a token")
