@@ -38,6 +38,25 @@ ERRORS = (ValueError, LookupError, TypeError, OSError, ImportError)
 """What bad input and a store that fails raise; anything else is a fault of ours, and keeps its traceback."""
 INTERRUPTED = 130
 DIGEST_BYTES = 8
+OF_RECIPES = {
+    "run": (
+        "run a recipe: ibm-nodes run NAME [flags]",
+        "Runs a recipe: streams from its loader, and says how fast it went and what bounded it.",
+    ),
+    "show": (
+        "show the first samples: ibm-nodes show NAME --samples 5 [flags]",
+        "Names the documents of the first samples of a recipe, and decodes their text.",
+    ),
+    "trace": (
+        "name the documents of a step: ibm-nodes trace NAME --step N [flags]",
+        "Names the documents of a step's global batch, by a replay of the logical shards concerned.",
+    ),
+    "train": (
+        "train a model on a recipe's data: ibm-nodes train NAME [flags]",
+        "Trains a model on this process; on many: torchrun -m ibm_nodes.recipes.train NAME [flags]",
+    ),
+}
+"""Commands that take the name of a recipe: their help, and what they do."""
 BESIDE_RECIPES = {
     "plan": "say whether a model fits a cluster, and its traffic hides: ibm-nodes plan [flags]",
     "manifest": "write the manifest of a training run on Kubernetes: ibm-nodes manifest [flags]",
@@ -84,25 +103,9 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"ibm-nodes {version('ibm-nodes')}")
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     commands.add_parser("recipes", help="list the recipes", description="Lists the recipes that are installed.")
-    run = commands.add_parser(
-        "run",
-        help="run a recipe: ibm-nodes run NAME [flags]",
-        description="Runs a recipe: streams from its loader, and says how fast it went and what bounded it.",
-        epilog="The flags depend on the recipe: ibm-nodes run NAME --help",
-    )
-    run.add_argument("name", nargs="?", metavar="NAME", help="a recipe that ibm-nodes recipes lists")
-    run.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags")
-    _add_show(commands)
-    _add_trace(commands)
+    for name, (text, description) in OF_RECIPES.items():
+        _add_of_recipe(commands, name, text, description)
     _add_checkpoint(commands)
-    train = commands.add_parser(
-        "train",
-        help="train a model on a recipe's data: ibm-nodes train NAME [flags]",
-        description="Trains a model on this process; on many: torchrun -m ibm_nodes.recipes.train NAME [flags]",
-        epilog="The flags depend on the recipe: ibm-nodes train NAME --help",
-    )
-    train.add_argument("name", nargs="?", metavar="NAME", help="a recipe that gives a loader")
-    train.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags, and the trainer's")
     for name, text in BESIDE_RECIPES.items():
         commands.add_parser(name, help=text, add_help=False)
     if argv and argv[0] in BESIDE_RECIPES:
@@ -111,18 +114,22 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     namespace = parser.parse_args(argv)
     if namespace.command == "checkpoint":
         return _checkpoint(namespace, hidden)
-    of_recipes = {"run": _run, "show": _first_samples, "trace": _trace}
-    if namespace.command in (*of_recipes, "train"):
-        if namespace.name is None:
-            names = ", ".join(list_recipes())
-            raise ValueError(f"{namespace.command} must be given the name of a recipe: there are {names}")
-        if namespace.command == "train":
-            return _load_command("train")([namespace.name, *namespace.flags], say)
-        return of_recipes[namespace.command](namespace.name, namespace.flags, hidden)
+    if namespace.command in OF_RECIPES:
+        return _of_recipe(namespace, hidden)
     if namespace.command == "recipes":
         return _recipes()
     parser.print_help()
     return 0
+
+
+def _of_recipe(namespace: argparse.Namespace, hidden: list[str]) -> int:
+    if namespace.name is None:
+        names = ", ".join(list_recipes())
+        raise ValueError(f"{namespace.command} must be given the name of a recipe: there are {names}")
+    if namespace.command == "train":
+        return _load_command("train")([namespace.name, *namespace.flags], say)
+    do = {"run": _run, "show": _first_samples, "trace": _trace}[namespace.command]
+    return do(namespace.name, namespace.flags, hidden)
 
 
 def _load_command(name: str) -> Callable[[Sequence[str], Callable[[str], None]], int]:
@@ -133,26 +140,15 @@ def _load_command(name: str) -> Callable[[Sequence[str], Callable[[str], None]],
     raise LookupError(f"no command {name!r}: ibm-nodes is not installed as a whole")
 
 
-def _add_show(commands: Any) -> None:
-    show = commands.add_parser(
-        "show",
-        help="show the first samples: ibm-nodes show NAME --samples 5 [flags]",
-        description="Names the documents of the first samples of a recipe, and decodes their text.",
-        epilog="The flags depend on the recipe: ibm-nodes show NAME --help",
+def _add_of_recipe(commands: Any, name: str, text: str, description: str) -> None:
+    command = commands.add_parser(
+        name,
+        help=text,
+        description=description,
+        epilog=f"The flags depend on the recipe: ibm-nodes {name} NAME --help",
     )
-    show.add_argument("name", nargs="?", metavar="NAME", help="a recipe that ibm-nodes recipes lists")
-    show.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags, those of the run")
-
-
-def _add_trace(commands: Any) -> None:
-    trace = commands.add_parser(
-        "trace",
-        help="name the documents of a step: ibm-nodes trace NAME --step N [flags]",
-        description="Names the documents of a step's global batch, by a replay of the logical shards concerned.",
-        epilog="The flags depend on the recipe: ibm-nodes trace NAME --help",
-    )
-    trace.add_argument("name", nargs="?", metavar="NAME", help="a recipe that ibm-nodes recipes lists")
-    trace.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags, those of the run")
+    command.add_argument("name", nargs="?", metavar="NAME", help="a recipe that ibm-nodes recipes lists")
+    command.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags, and those of the command")
 
 
 def _add_checkpoint(commands: Any) -> None:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import BaseNode
 
 from ibm_nodes import CausalLMCollator, Listing, Loader, Packer, Sample, Schedule, Shuffler
-from ibm_nodes.recipes.pretrain import build_loader, mix
+from ibm_nodes.recipes.assemble import build_loader, mix
 
 
 def long_context(

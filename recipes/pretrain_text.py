@@ -6,7 +6,8 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from ibm_nodes import Loader, Schedule
-from ibm_nodes.recipes.pretrain import Text, pretrain
+from ibm_nodes.recipes.assemble import Text
+from ibm_nodes.recipes.pretrain import pretrain
 
 
 def pretrain_text(

@@ -6,14 +6,14 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ibm_nodes import prefetcher, read_ahead
+from ibm_nodes import cli, prefetcher, read_ahead
 from ibm_nodes.recipes import object_store
 
 GRACE_S = 3.0
@@ -49,6 +49,18 @@ def bucket(s3: object_store.ObjectStore) -> Bucket:
     """A fresh bucket."""
     url = object_store.make_bucket(s3.storage_options, f"t-{uuid.uuid4().hex[:12]}")
     return Bucket(url, s3.storage_options)
+
+
+@pytest.fixture
+def ibm_nodes(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command line in this process; gives its exit code, and what it wrote."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        code = cli.main([str(argument) for argument in argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,23 +11,11 @@ import pytest
 import torch
 from torchdata.nodes import BaseNode
 
-from ibm_nodes import Batcher, CausalLMCollator, Loader, Mixer, Packer, Reader, Sharder, Shuffler, archive, cli
+from ibm_nodes import Batcher, CausalLMCollator, Loader, Mixer, Packer, Reader, Sharder, Shuffler, archive
 from ibm_nodes.checkpoint import list_saved, load, read_saved, save
 
 NUM_SHARDS, BATCH, SEQ_LEN = 12, 12, 32
 LENGTH = {"web": 50, "code": 30}
-
-
-@pytest.fixture
-def ibm_nodes(capsys):
-    """Runs the command line in this process; gives its exit code, and what it wrote."""
-
-    def run(*argv):
-        code = cli.main([str(argument) for argument in argv])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture(scope="module")

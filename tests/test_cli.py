@@ -29,18 +29,6 @@ SMALL = ["--seq-len", str(SEQ_LEN), "--eos-id", "2", "--global-batch-size", str(
 
 
 @pytest.fixture
-def ibm_nodes(capsys):
-    """Runs the command line in this process; gives its exit code, and what it wrote."""
-
-    def run(*argv):
-        code = cli.main([str(argument) for argument in argv])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
-@pytest.fixture
 def fails(ibm_nodes):
     """Runs a command that must fail with one sentence on stderr and nothing else; gives the sentence."""
 

@@ -1,15 +1,11 @@
 """Finite passes: every document once, and the same steps on all ranks, at any number of them."""
 
 import json
-import os
 import pathlib
-import socket
-import subprocess
-import sys
-import textwrap
 from collections import Counter
 from functools import partial
 
+import children
 import corpora
 import numpy as np
 import pytest
@@ -227,25 +223,9 @@ WORKER = """
 """
 
 
-def run(tmp_path: pathlib.Path, world_size: int, **arguments):
+def run(world_size: int, **arguments):
     """The steps of real gloo ranks: for each step the real rows of all ranks."""
-    script = tmp_path / "worker.py"
-    script.write_text(textwrap.dedent(WORKER))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    base = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
-    base |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(script), json.dumps(arguments), str(world_size)],
-            env=base | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    said = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
+    said = children.ranks(WORKER, world_size, json.dumps(arguments), str(world_size))
     assert len({len(steps) for steps, _ in said}) == 1, "ranks made different numbers of steps"
     steps = [
         sorted(row for rank in ranks for row, is_filler in zip(*rank, strict=True) if not is_filler)
@@ -265,7 +245,7 @@ def test_ranks_with_unequal_shards_end_on_the_same_step_with_every_document_once
     rows = corpora.documents(lengths, first=1, stride=4000)
     corpora.write(url, [corpora.every(rows, 100)], "arrow")
     arguments = {"datasets": {"a": url}, "holdout": 0.999, **VALIDATION, "num_shards": 8}
-    found = {world_size: run(tmp_path, world_size, **arguments) for world_size in world_sizes}
+    found = {world_size: run(world_size, **arguments) for world_size in world_sizes}
     steps, (share,) = found[1]
     for others, shares in found.values():
         assert others == steps

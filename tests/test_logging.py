@@ -60,7 +60,7 @@ class TestAHealthyRun:
         monkeypatch.setattr("os.sysconf", lambda name: 1024)  # a machine with a MiB of memory
         children.build(local).close()
         (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
-        assert record.name == "ibm_nodes.recipes.pretrain"
+        assert record.name == "ibm_nodes.recipes.assemble"
         assert "num_shards" in record.getMessage()
 
 

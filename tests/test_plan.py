@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from ibm_nodes import cli
 from ibm_nodes.recipes import models
 from ibm_nodes.recipes.cluster import Cluster
 from ibm_nodes.recipes.llama import Llama
@@ -65,16 +64,6 @@ def job(model="llama-7b", *, nodes=2, gpus=8, strategy="full", **more):
     calibration = calibrate(cluster, "tcp", shape.fused_attention, {})
     more = {"batch": 2, "seq_len": 4096, **more}
     return Job(shape=shape, cluster=cluster, calibration=calibration, strategy=strategy, **more)
-
-
-@pytest.fixture
-def command(capsys):
-    def run(*argv):
-        code = cli.main([str(argument) for argument in argv])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
 
 
 # Published numbers
@@ -413,9 +402,9 @@ def test_bad_input_is_one_clear_sentence(arguments, kind, sentence):
 # The command
 
 
-def test_the_command_prints_all_parts_of_a_plan(command):
+def test_the_command_prints_all_parts_of_a_plan(ibm_nodes):
     arguments = "--model t5-11b --nodes 64 --gpus 8 --nic 2x100 --batch 50 --seq-len 512"
-    code, out, error = command("plan", *arguments.split())
+    code, out, error = ibm_nodes("plan", *arguments.split())
     assert (code, error) == (0, "")
     assert out.splitlines()[:2] == [
         "t5-11b: 11.14 billion parameters in 48 blocks; 64 x 8 a100, 200 Gbps a node",
@@ -428,23 +417,23 @@ def test_the_command_prints_all_parts_of_a_plan(command):
     assert sum(map(float, parts.values())) == pytest.approx(37.9, abs=0.5)
 
 
-def test_the_command_writes_the_same_as_json(command):
-    code, out, _ = command("plan", "--model", "llama-7b", "--nodes", "8", "--calibration", "bus=0.5", "--json")
+def test_the_command_writes_the_same_as_json(ibm_nodes):
+    code, out, _ = ibm_nodes("plan", "--model", "llama-7b", "--nodes", "8", "--calibration", "bus=0.5", "--json")
     assert code == 0
     assert json.loads(out) == json.loads(json.dumps(data(model="llama-7b", nodes=8, calibration={"bus": 0.5})))
 
 
-def test_the_command_says_what_is_wrong_in_one_line(command):
+def test_the_command_says_what_is_wrong_in_one_line(ibm_nodes):
     for arguments in (["--model", "t6"], ["--mdel", "t5-3b"], ["--nodes", "many", "--model", "t5-3b"]):
-        code, out, error = command("plan", *arguments)
+        code, out, error = ibm_nodes("plan", *arguments)
         assert (code, out) == (1, "")
         assert error.startswith("ibm-nodes: ") and error.count("\n") == 1
 
 
-def test_a_sweep_is_a_table_and_a_picture(command, tmp_path):
+def test_a_sweep_is_a_table_and_a_picture(ibm_nodes, tmp_path):
     picture = tmp_path / "scaling.png"
     flags = ["--model", "t5-11b", "--batch", "50", "--seq-len", "512", "--sweep", "nodes=1,8,64", "--plot", picture]
-    code, out, error = command("plan", *flags)
+    code, out, error = ibm_nodes("plan", *flags)
     assert (code, error) == (0, "")
     head, *rows = [line.split() for line in out.splitlines()[:4]]
     assert head[0] == "nodes"
@@ -510,11 +499,11 @@ def test_the_page_shows_what_is_planned():
     assert table == published()
 
 
-def test_the_page_shows_what_the_commands_print(command):
+def test_the_page_shows_what_the_commands_print(ibm_nodes):
     blocks = re.findall(r"```console\n\$ ibm-nodes ([^\n]*)\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(blocks) == 2
     for arguments, shown in blocks:
-        assert command(*arguments.split()) == (0, shown, "")
+        assert ibm_nodes(*arguments.split()) == (0, shown, "")
 
 
 def test_the_page_has_every_constant_with_its_default():

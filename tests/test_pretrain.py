@@ -1,21 +1,16 @@
 """The recipe for pretraining: what it checks, who it thinks it is, and that all ranks read the same corpus."""
 
 import json
-import os
-import pathlib
 import pickle
-import socket
-import subprocess
-import sys
-import textwrap
 
+import children
 import corpora
 import pytest
 import torch
 
 from ibm_nodes import load_recipe, stats
 from ibm_nodes.recipes import distributed
-from ibm_nodes.recipes.pretrain import memory_bytes
+from ibm_nodes.recipes.assemble import memory_bytes
 
 WEIGHTS = {"web": 0.6, "code": 0.3, "books": 0.1}
 
@@ -103,7 +98,7 @@ def test_a_misspelt_dataset_is_an_error_at_once(datasets, tmp_path):
 
 
 def test_it_warns_of_memory_and_says_how_many_shards_fit(datasets, monkeypatch, caplog):
-    monkeypatch.setattr("ibm_nodes.recipes.pretrain.MEMORY_SHARE", 0.01)
+    monkeypatch.setattr("ibm_nodes.recipes.assemble.MEMORY_SHARE", 0.01)
     recipe(datasets, num_shards=2400, rank=0, world_size=2)
     (record,) = caplog.records
     fits = int(record.getMessage().split("num_shards=")[2].split()[0])
@@ -155,25 +150,9 @@ WORKER = """
 """
 
 
-def ranks(tmp_path: pathlib.Path, world_size: int, **arguments):
+def ranks(world_size: int, **arguments):
     """Runs the recipe on real gloo ranks; gives what each said."""
-    script = tmp_path / "worker.py"
-    script.write_text(textwrap.dedent(WORKER))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    base = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
-    base |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(script), json.dumps(arguments)],
-            env=base | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    said = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
+    said = children.ranks(WORKER, world_size, json.dumps(arguments))
     return [entry["result"] for entry in sorted(said, key=lambda entry: entry["rank"])]
 
 
@@ -188,36 +167,36 @@ def settings(datasets):
     }
 
 
-def test_ranks_of_torch_distributed_share_a_listing_and_yield_the_global_batches(datasets, tmp_path):
+def test_ranks_of_torch_distributed_share_a_listing_and_yield_the_global_batches(datasets):
     whole = take(recipe(datasets), 2)
-    results = ranks(tmp_path, 2, mode="plain", **settings(datasets))
+    results = ranks(2, mode="plain", **settings(datasets))
     for step in range(2):
         stream = torch.stack([torch.tensor(result[step]) for result in results], 1).reshape(12, 64)
         assert torch.equal(stream, whole[step])
 
 
-def test_members_of_a_tensor_parallel_group_get_equal_batches(datasets, tmp_path):
+def test_members_of_a_tensor_parallel_group_get_equal_batches(datasets):
     expected = [[batch.tolist() for batch in take(recipe(datasets, rank=rank, world_size=2), 2)] for rank in range(2)]
-    assert ranks(tmp_path, 4, mode="mesh", **settings(datasets)) == [expected[0], expected[0], expected[1], expected[1]]
+    assert ranks(4, mode="mesh", **settings(datasets)) == [expected[0], expected[0], expected[1], expected[1]]
 
 
-def test_both_dimensions_of_hybrid_sharding_are_data_parallel(datasets, tmp_path):
+def test_both_dimensions_of_hybrid_sharding_are_data_parallel(datasets):
     expected = [[batch.tolist() for batch in take(recipe(datasets, rank=rank, world_size=4), 2)] for rank in range(4)]
-    assert ranks(tmp_path, 4, mode="hsdp", **settings(datasets)) == expected
+    assert ranks(4, mode="hsdp", **settings(datasets)) == expected
 
 
-def test_ranks_that_differ_are_an_error_on_all_of_them_before_the_first_batch(datasets, tmp_path):
-    said = ranks(tmp_path, 2, mode="differs", **settings(datasets))
+def test_ranks_that_differ_are_an_error_on_all_of_them_before_the_first_batch(datasets):
+    said = ranks(2, mode="differs", **settings(datasets))
     assert (
         said == ["ValueError: seed must be the same on all ranks: rank 0 and ranks [1] were given different ones"] * 2
     )
 
 
-def test_an_error_of_the_listing_on_rank_zero_is_raised_on_all_ranks(datasets, tmp_path):
-    said = ranks(tmp_path, 2, mode="missing", **settings(datasets))
+def test_an_error_of_the_listing_on_rank_zero_is_raised_on_all_ranks(datasets):
+    said = ranks(2, mode="missing", **settings(datasets))
     assert len(set(said)) == 1 and said[0].startswith("FileNotFoundError: no data under file:///nowhere/at/all/")
 
 
-def test_a_mesh_with_an_unknown_dimension_is_refused(datasets, tmp_path):
-    said = ranks(tmp_path, 4, mode="unknown", **settings(datasets))
+def test_a_mesh_with_an_unknown_dimension_is_refused(datasets):
+    said = ranks(4, mode="unknown", **settings(datasets))
     assert all("got ['expert']: else give rank and world_size" in text for text in said)

@@ -1,12 +1,8 @@
 """Resuming in a recipe: where torch.distributed is up, rank 0 chooses the step for all ranks."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 
+import children
 import corpora
 import pytest
 import torch
@@ -65,38 +61,16 @@ def url(tmp_path_factory):
     return corpora.write(root, [corpora.every(corpora.documents([3, 40, 0, 90] * 30), 7)], "parquet")
 
 
-def run(folder, world_size, *arguments):
+def run(world_size, *arguments):
     """Runs the worker on real gloo ranks; gives what each said, by rank."""
-    script = folder / "worker.py"
-    script.write_text(textwrap.dedent(WORKER))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    base = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
-    base |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-P", str(script), *arguments],
-            env=base | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        said = [json.loads(process.communicate(timeout=100)[0].splitlines()[-1]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    return sorted(said, key=lambda entry: entry["rank"])
+    return sorted(children.ranks(WORKER, world_size, *arguments), key=lambda entry: entry["rank"])
 
 
 def test_a_rank_with_a_stale_listing_starts_at_the_step_of_rank_zero(url, tmp_path):
     target = f"file://{tmp_path}/run"
     with pretrain({"web": url}, rank=0, world_size=1, **SETTINGS) as loader:
         expected = [next(iter(loader))["input_ids"] for _ in range(5)][4]
-    said = run(tmp_path, 3, url, target, json.dumps(SETTINGS))
+    said = run(3, url, target, json.dumps(SETTINGS))
     assert [entry["alone"] for entry in said] == [4, 2, 2]
     for entry in said:
         assert (entry["step"], entry["position"], entry["changes"], entry["listed"]) == (4, 48, [], 0)

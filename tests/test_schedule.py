@@ -7,7 +7,7 @@ import random
 
 import corpora
 import pytest
-from sources import stored
+from sources import Items, stored
 from test_elastic import interleaved
 from test_mixer import NUM_SHARDS as MANY_SHARDS
 from test_mixer import RARE, Lengths, check_batches, check_shares, lengths_by_dataset, lognormal
@@ -15,6 +15,7 @@ from test_mixer import RARE, Lengths, check_batches, check_shares, lengths_by_da
 from ibm_nodes import (
     Batcher,
     CausalLMCollator,
+    Document,
     Loader,
     Mixer,
     Packer,
@@ -145,6 +146,29 @@ def test_a_change_from_even_to_nine_to_one_makes_no_longer_run_than_nine_to_one(
         list(itertools.islice(node, before))
         schedule.now = 1
         assert longest_run(itertools.islice(node, 200)) <= steady
+
+
+def test_a_state_taken_after_an_error_in_a_change_of_weights_goes_on_as_if_there_was_none():
+    def build(fails):
+        schedule = Schedule([(0, {"a": 1, "b": 1}), (1, {"a": 1, "b": 2, "c": 3})])
+        sources = {name: Lengths(name, [3, 5, 8]) for name in "ab"}
+        sources["c"] = Items([Document(range(4), row=row, name="c") for row in range(1000)], fails)
+        return schedule, Mixer(sources, weights=schedule)
+
+    def names(node, count):
+        return [document.name for document in itertools.islice(node, count)]
+
+    (schedule, node), (other_schedule, other) = build([]), build([0])
+    assert names(node, 7) == names(other, 7)
+    schedule.now = other_schedule.now = 1
+    with pytest.raises(OSError, match="cannot read item 0"):
+        next(other)
+    resumed_schedule, resumed = build([])
+    resumed.reset(stored(other.state_dict()))
+    resumed_schedule.now = 1
+    expected = names(node, 100)
+    assert names(other, 100) == expected
+    assert names(resumed, 100) == expected
 
 
 def test_a_source_ends_at_its_tokens_and_leaves_its_share_to_the_others():

@@ -19,18 +19,6 @@ END = "<|endoftext|>"
 UNKNOWN = 9999
 
 
-@pytest.fixture
-def ibm_nodes(capsys):
-    """Runs the command line in this process; gives its exit code, and what it wrote."""
-
-    def run(*argv):
-        code = cli.main([str(argument) for argument in argv])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """A byte-level BPE that was trained on the texts; the path of its file."""

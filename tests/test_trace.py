@@ -33,18 +33,6 @@ STRIDE = corpora.STRIDE
 LENGTHS = [3, 90, 0, 17, 1, 200, 40, 5]
 
 
-@pytest.fixture
-def ibm_nodes(capsys):
-    """Runs the command line in this process; gives its exit code, and what it wrote."""
-
-    def run(*argv):
-        code = cli.main([str(argument) for argument in argv])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory):
     """Two datasets whose tokens say where they are from: Arrow files of many record batches, and Parquet files."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from ibm_nodes.recipes.assemble import BLOCK_BYTES, MIN_SHARDS
 from ibm_nodes.recipes.planner.outcome import Outcome
-from ibm_nodes.recipes.pretrain import BLOCK_BYTES, MIN_SHARDS
 
 SAVED_BYTES = 12
 """Of a parameter in a checkpoint: its fp32 copy and two moments."""
