@@ -1,7 +1,7 @@
 """What flows between nodes, and how a buffer of it becomes plain data for a state."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
@@ -37,6 +37,53 @@ Place = tuple[str, str, int, int]
 document, of the first token of the run; an offset of -1 is a BOS that the packer put before it. (A plain tuple, so
 that a state can hold it as it is.)
 """
+
+
+class Documents(Sequence[Document]):
+    """Documents that were drawn together, in columns: an object for all of them, and one for each where it is wanted.
+
+    Args:
+        tokens: the tokens of each.
+        lengths: their numbers.
+        places: where each begins.
+        epochs: the epoch of each.
+        after: for a number of them, the snapshot of the node that drew them after that many; or None.
+    """
+
+    __slots__ = ("after", "epochs", "lengths", "places", "tokens")
+
+    def __init__(
+        self,
+        tokens: Sequence[np.ndarray],
+        lengths: Sequence[int],
+        places: Sequence[Place],
+        epochs: Sequence[int],
+        after: Callable[[int], Any] | None = None,
+    ) -> None:
+        self.tokens, self.lengths, self.places, self.epochs, self.after = tokens, lengths, places, epochs, after
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Documents": ...
+
+    def __getitem__(self, index: int | slice) -> "Document | Documents":
+        if isinstance(index, slice):
+            return Documents(self.tokens[index], self.lengths[index], self.places[index], self.epochs[index])
+        return document(self.tokens[index], self.places[index], self.epochs[index])
+
+    def __iter__(self) -> Iterator[Document]:
+        return map(document, self.tokens, self.places, self.epochs)
+
+
+def document(tokens: np.ndarray, place: Place, epoch: int) -> Document:
+    """Gives the document that begins at a place."""
+    name, url, row, _ = place
+    return tuple.__new__(Document, (tokens, url, row, name, epoch))  # in C, where a named tuple's own is in Python
 
 
 class Sample(NamedTuple):

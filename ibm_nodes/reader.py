@@ -3,11 +3,12 @@
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 from ibm_nodes import formats
 from ibm_nodes.blocks import Block, Blocks, Cursor, HeldOut
-from ibm_nodes.items import ORIGIN_KEYS, Document, Row
+from ibm_nodes.items import ORIGIN_KEYS, Document, Documents, Row
 from ibm_nodes.listing import Listing, current_session
 from ibm_nodes.node import Node, Snapshot
 from ibm_nodes.permutation import Seed, check_seed
@@ -150,7 +151,7 @@ class Reader(Node[Any]):
         item: Document | Row = self.draw(1, extra=1)[0]
         return item
 
-    def draw(self, num_tokens: int, extra: int = 0) -> list[Any]:
+    def draw(self, num_tokens: int, extra: int = 0) -> Sequence[Any]:
         block = self._block
         while block is None or self._row >= block.num_rows:
             if block is not None:
@@ -158,20 +159,26 @@ class Reader(Node[Any]):
             block = self._load()
         first = last = self._row
         begins, ends = block.begins, block.ends
-        while num_tokens > 0 and last < block.num_rows:
+        stop = self._ask_at if first < self._ask_at else block.num_rows
+        while num_tokens > 0 and last < stop:
             num_tokens -= ends[last] - begins[last] + extra
             last += 1
         self._row = last
         if first <= self._ask_at < last:
             self._ask()
         values, url, name, epoch = block.lists.values, block.url, self.name, self._at.epoch
-        rows = zip(begins[first:last], ends[first:last], block.rows[first:last], strict=True)
+        begins, ends, rows = begins[first:last], ends[first:last], block.rows[first:last]
         if self.columns is not None:
-            places = ((url, row, name, epoch) for _, _, row in rows)
-            each = zip(values[begins[first:last]], places, strict=True)
+            places = ((url, row, name, epoch) for row in rows)
+            each = zip(values[begins], places, strict=True)
             return [{**row, **dict(zip(ORIGIN_KEYS, place, strict=True))} for row, place in each]
-        new = tuple.__new__  # in C, where a named tuple's own is in Python
-        return [new(Document, (values[begin:end], url, row, name, epoch)) for begin, end, row in rows]
+        return Documents(
+            [values[begin:end] for begin, end in zip(begins, ends, strict=True)],
+            [end - begin for begin, end in zip(begins, ends, strict=True)],
+            list(zip(repeat(name), repeat(url), rows, repeat(0))),  # repeat has no end
+            [epoch] * len(rows),
+            partial(_after, (self._settings, self._at), (self._documents, self._skipped), block, first),
+        )
 
     def snapshot(self) -> Snapshot:
         block = self._block
@@ -266,6 +273,14 @@ class Reader(Node[Any]):
             self._documents = 0
             self._passes = float(following.epoch)
         self._at, self._row, self._block = following, 0, None
+
+
+def _after(
+    place: tuple[dict[str, Any], Cursor], counts: tuple[int, int], block: Block, row: int, count: int
+) -> Snapshot:
+    """Gives the snapshot after some more rows of a block."""
+    passes = block.passes + block.share * (row + count) / block.num_rows
+    return _state, (*place, row + count, *counts, passes)
 
 
 def _state(settings: dict[str, Any], at: Cursor, row: int, documents: int, skipped: int, passes: float) -> State:

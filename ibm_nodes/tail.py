@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from ibm_nodes.items import Document, Place, Sample
+from ibm_nodes.items import Document, Documents, Place, Sample
 
 Run = tuple[Sequence[np.ndarray], int, Place]
 """The tokens of a document, or of a part of one, in arrays end to end; their number; and the place of the first."""
@@ -43,9 +43,17 @@ class Tail:
         self._limit = sys.maxsize if limit is None else limit
         self._truncate = truncate
         self._counts = counts
+        # Whether nothing but an EOS may have to be added.
+        self._is_plain = bos_id is None and pad_id is None and limit is None
 
-    def add(self, documents: list[Document]) -> None:
+    def add(self, documents: Sequence[Document]) -> None:
         """Adds documents; those without a token leave no trace."""
+        if isinstance(documents, Documents) and self._is_plain:
+            self._add_plain(documents)
+        else:
+            self._add_any(documents)
+
+    def _add_any(self, documents: Iterable[Document]) -> None:
         pieces, starts, places, end = self._pieces, self._starts, self._places, self.length
         (bos_id, bos), (eos_id, eos, masked_eos) = self._opening, self._marks
         limit, before = self._limit, len(starts)
@@ -74,6 +82,25 @@ class Tail:
             if end - begin > limit:
                 end = self._shorten(end)
         self._counts["documents"] += len(starts) - before
+        self.length = end
+
+    def _add_plain(self, documents: Documents) -> None:
+        pieces, starts, end = self._pieces, self._starts, self.length
+        eos_id, eos, masked_eos = self._marks
+        for tokens, length in zip(documents.tokens, documents.lengths, strict=True):
+            starts.append(end)
+            pieces.append(tokens)
+            end += length
+            last = tokens.item(-1)
+            if last != eos_id:
+                if last >= 0:
+                    pieces.append(eos)
+                    end += 1
+                elif last != ~eos_id:
+                    pieces.append(masked_eos)
+                    end += 1
+        self._places += documents.places
+        self._counts["documents"] += len(documents)
         self.length = end
 
     def put(self, runs: Iterable[Run]) -> None:
@@ -175,7 +202,7 @@ def runs_in(sample: Sample) -> Iterator[Run]:
         yield [sample.tokens[start:end]], end - start, place
 
 
-def _without_padding(documents: list[Document], pad_id: int) -> Iterator[Document]:
+def _without_padding(documents: Iterable[Document], pad_id: int) -> Iterator[Document]:
     """Takes off the padding that documents end with."""
     for document in documents:
         tokens = document.tokens
