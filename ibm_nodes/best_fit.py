@@ -101,10 +101,12 @@ class BestFit:
         """Takes the fullest sample."""
         return self._open.pop(self._keys.pop(0)).sample()
 
-    def snapshot(self) -> tuple[Taken, ...]:
-        """Gives the open samples, the oldest first; what is set in their arrays does not change any more."""
+    def snapshot(self) -> tuple[tuple[Run, ...], tuple[Taken, ...]]:
+        """Gives what waits and the open samples, the oldest first; what is set in their arrays changes no more."""
+        if not self._keys and not self.waiting:
+            return (), ()
         by_age = sorted(self._keys, key=lambda key: key % FULL)
-        return tuple([self._open[key].snapshot() for key in by_age])
+        return tuple(self.waiting), tuple([self._open[key].snapshot() for key in by_age])
 
     def _new(self) -> tuple["_Open", int]:
         self._serial += 1

@@ -10,6 +10,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 TAG = "__item__"
+TOKEN_TYPES = (np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.int64))
 KEY_TYPES = (str, int, float, bool)
 
 
@@ -47,10 +48,11 @@ class Documents(Sequence[Document]):
         lengths: their numbers.
         places: where each begins.
         epochs: the epoch of each.
+        dtype: that of all their tokens, which are contiguous; None if that is not known.
         after: for a number of them, the snapshot of the node that drew them after that many; or None.
     """
 
-    __slots__ = ("after", "epochs", "lengths", "places", "tokens")
+    __slots__ = ("after", "dtype", "epochs", "lengths", "places", "tokens")
 
     def __init__(
         self,
@@ -58,9 +60,11 @@ class Documents(Sequence[Document]):
         lengths: Sequence[int],
         places: Sequence[Place],
         epochs: Sequence[int],
+        dtype: "np.dtype[Any] | None",
         after: Callable[[int], Any] | None = None,
     ) -> None:
-        self.tokens, self.lengths, self.places, self.epochs, self.after = tokens, lengths, places, epochs, after
+        self.tokens, self.lengths, self.places, self.epochs = tokens, lengths, places, epochs
+        self.dtype, self.after = dtype, after
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -73,7 +77,8 @@ class Documents(Sequence[Document]):
 
     def __getitem__(self, index: int | slice) -> "Document | Documents":
         if isinstance(index, slice):
-            return Documents(self.tokens[index], self.lengths[index], self.places[index], self.epochs[index])
+            tokens, lengths, places, epochs = self.tokens, self.lengths, self.places, self.epochs
+            return Documents(tokens[index], lengths[index], places[index], epochs[index], self.dtype)
         return document(self.tokens[index], self.places[index], self.epochs[index])
 
     def __iter__(self) -> Iterator[Document]:
@@ -181,7 +186,8 @@ def freeze(item: Any) -> Any:
     kind = type(item)
     if kind is Sample:
         tokens, starts, documents = item
-        return {TAG: "sample", "tokens": freeze(tokens), "starts": starts, "documents": documents}
+        frozen = {TAG: "array", "tensor": _share(tokens)} if tokens.dtype in TOKEN_TYPES else freeze(tokens)
+        return {TAG: "sample", "tokens": frozen, "starts": starts, "documents": documents}
     if kind is Document:
         return {TAG: "document", "tokens": freeze(item.tokens), "place": tuple(item[1:])}
     if kind is np.ndarray and item.dtype.kind in "biuf" and item.dtype.isnative:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.credits import ONE, imagine, integer_weights, scale
@@ -193,7 +194,7 @@ class Mixer(Node[T]):
             num_tokens -= length
             order.append(due)
             drawn.append(row)
-        lengths, items = _columns(drawn)
+        lengths, items = _columns(drawn, {place.dtype for place in active})
         return self._lay_down(order, lengths, items)
 
     def _lay_down(self, order: list[int], lengths: Sequence[int], items: Sequence[T]) -> "_Plan[T]":
@@ -367,6 +368,7 @@ class _Place(Generic[T]):
     """A source, with documents that were drawn before they are due.
 
     Attributes:
+        dtype: that of the tokens of all documents that are known, or None.
         stand: what a state needs to know, or None if it has changed since.
     """
 
@@ -381,6 +383,7 @@ class _Place(Generic[T]):
     ) -> None:
         self.name, self.tokens, self.documents = name, tokens or 0, documents or 0
         self.stand: _Stand | None = None
+        self.dtype: np.dtype[Any] | None = None
         self._at = 0
         self._source, self._limit = source, limit
         self._state, self._skip = (None, 0) if state is None else state
@@ -438,6 +441,8 @@ class _Place(Generic[T]):
             if self._skip < len(items):
                 break
             self._skip -= len(items)
+        dtype = items.dtype if isinstance(items, Documents) else None
+        self.dtype = dtype if not self._parts or self.dtype == dtype else None
         self._parts.append(part)
         self._rows += _rows_of(items)
         self._at, self._skip, self.stand = self._at + self._skip, 0, None
@@ -450,11 +455,11 @@ def _rows_of(items: Sequence[Any]) -> Iterator[Any]:
     return ((len(item.tokens), item) for item in items)
 
 
-def _columns(drawn: list[Any]) -> tuple[Sequence[int], Sequence[Any]]:
+def _columns(drawn: list[Any], dtypes: "set[np.dtype[Any] | None]") -> tuple[Sequence[int], Sequence[Any]]:
     """Makes columns of such rows."""
     if all(len(row) == 4 for row in drawn):
         lengths, tokens, places, epochs = zip(*drawn, strict=True)
-        return lengths, Documents(tokens, lengths, places, epochs)
+        return lengths, Documents(tokens, lengths, places, epochs, dtypes.pop() if len(dtypes) == 1 else None)
     return [row[0] for row in drawn], [row[1] if len(row) == 2 else document(*row[1:]) for row in drawn]
 
 

@@ -129,8 +129,8 @@ class Packer(Node[Sample]):
         return sample
 
     def snapshot(self) -> Snapshot:
-        counts, waiting = self._counts.copy(), (self._tail.snapshot(), tuple(self._fit.waiting))
-        return _state, (self.seq_len, self._settings, counts, waiting, self._fit.snapshot(), snapshot(self.source))
+        waiting, opened = self._tail.snapshot(), self._fit.snapshot()
+        return _state, (self.seq_len, self._settings, self._counts.copy(), waiting, opened, snapshot(self.source))
 
     def take_back(self, items: Sequence[Sample]) -> bool:
         if self._saved_seq_len == self.seq_len:
@@ -183,20 +183,20 @@ def _state(
     seq_len: int,
     settings: dict[str, Any],
     counts: dict[str, int],
-    waiting: tuple[Waiting, tuple[Run, ...]],
-    opened: tuple[Taken, ...],
+    waiting: Waiting,
+    opened: tuple[tuple[Run, ...], tuple[Taken, ...]],
     source: Snapshot,
 ) -> State:
-    tail, runs = waiting
+    runs, samples = opened
     return {
         Packer.SEQ_LEN_KEY: seq_len,
         **settings,
         Packer.COUNTS_KEY: counts,
         Packer.TAIL_KEY: [
-            freeze(Sample(np.concatenate(pieces), (0,), (place,))) for pieces, _, place in (*runs, *runs_of(tail))
+            freeze(Sample(np.concatenate(pieces), (0,), (place,))) for pieces, _, place in (*runs, *runs_of(waiting))
         ],
         Packer.OPEN_KEY: [
-            freeze(Sample(array[:length].copy(), starts, places)) for array, length, starts, places in opened
+            freeze(Sample(array[:length].copy(), starts, places)) for array, length, starts, places in samples
         ],
         Packer.SOURCE_KEY: render(source),
     }

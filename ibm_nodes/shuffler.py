@@ -71,7 +71,7 @@ class Shuffler(Node[T]):
         buffer, plain, numbers = self._buffer, self._plain, self._numbers
         while len(buffer) < self.buffer_size:
             try:
-                buffer.append(next(self.source))
+                buffer.append(self.source.next())
             except StopIteration:
                 break
             plain.append(None)
@@ -80,17 +80,19 @@ class Shuffler(Node[T]):
             raise StopIteration
         index = random_index(self._key, self._drawn, len(buffer))
         self._drawn += 1
+        last, last_plain, last_number = buffer.pop(), plain.pop(), numbers.pop()
+        if index == len(buffer):
+            return last
         item = buffer[index]
-        buffer[index], plain[index], numbers[index] = buffer[-1], plain[-1], numbers[-1]
-        buffer.pop()
-        plain.pop()
-        numbers.pop()
+        buffer[index], plain[index], numbers[index] = last, last_plain, last_number
         return item
 
     def snapshot(self) -> Snapshot:
         plain = self._plain
-        for index in [index for index, data in enumerate(plain) if data is None]:
-            plain[index] = freeze(self._buffer[index])
+        if None in plain:
+            self._plain = plain = [
+                freeze(item) if data is None else data for item, data in zip(self._buffer, plain, strict=True)
+            ]
         return _state, (
             self.seed,
             self.buffer_size,
