@@ -30,6 +30,7 @@ class Block(NamedTuple):
     lists: formats.Lists
     begins: list[int]
     ends: list[int]
+    lasts: list[Any]  # the last value of each row
     rows: list[int]
     url: str
     num_rows: int
@@ -137,6 +138,7 @@ class Blocks:
             lists=lists,
             begins=lists.begins[order].tolist(),
             ends=lists.ends[order].tolist(),
+            lasts=lists.values[lists.ends[order] - 1].tolist(),
             rows=lists.rows[order].tolist(),
             url=item.url,
             num_rows=len(order),
@@ -200,6 +202,7 @@ class Blocks:
             lists=formats.Lists(none, none, none, none),
             begins=[],
             ends=[],
+            lasts=[],
             rows=[],
             url="",
             num_rows=0,

@@ -48,11 +48,12 @@ class Documents(Sequence[Document]):
         lengths: their numbers.
         places: where each begins.
         epochs: the epoch of each.
+        lasts: the last token of each.
         dtype: that of all their tokens, which are contiguous; None if that is not known.
         after: for a number of them, the snapshot of the node that drew them after that many; or None.
     """
 
-    __slots__ = ("after", "dtype", "epochs", "lengths", "places", "tokens")
+    __slots__ = ("after", "dtype", "epochs", "lasts", "lengths", "places", "tokens")
 
     def __init__(
         self,
@@ -60,11 +61,12 @@ class Documents(Sequence[Document]):
         lengths: Sequence[int],
         places: Sequence[Place],
         epochs: Sequence[int],
+        lasts: Sequence[int],
         dtype: "np.dtype[Any] | None",
         after: Callable[[int], Any] | None = None,
     ) -> None:
         self.tokens, self.lengths, self.places, self.epochs = tokens, lengths, places, epochs
-        self.dtype, self.after = dtype, after
+        self.lasts, self.dtype, self.after = lasts, dtype, after
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -78,7 +80,7 @@ class Documents(Sequence[Document]):
     def __getitem__(self, index: int | slice) -> "Document | Documents":
         if isinstance(index, slice):
             tokens, lengths, places, epochs = self.tokens, self.lengths, self.places, self.epochs
-            return Documents(tokens[index], lengths[index], places[index], epochs[index], self.dtype)
+            return Documents(tokens[index], lengths[index], places[index], epochs[index], self.lasts[index], self.dtype)
         return document(self.tokens[index], self.places[index], self.epochs[index])
 
     def __iter__(self) -> Iterator[Document]:

@@ -109,6 +109,7 @@ class Mixer(Node[T]):
         self._active: list[_Place[T]] = []
         self._shares: list[int] = []
         self._prepared = False
+        self._at = 0
         self._lay_down([], [], ())  # also for a state that is taken after an error
         self._until: float = -1
         self._changes: object = None
@@ -211,7 +212,8 @@ class Mixer(Node[T]):
             lengths,
             items,
         )
-        self._at, self._settled = 0, False
+        self._at = 0
+        self._settled = False
         return self._plan
 
     def _settle(self) -> None:
@@ -386,6 +388,7 @@ class _Place(Generic[T]):
         self.dtype: np.dtype[Any] | None = None
         self._at = 0
         self._source, self._limit = source, limit
+        self._state: Any
         self._state, self._skip = (None, 0) if state is None else state
         self._known: Snapshot = as_snapshot(self._state)
         self._started = False
@@ -449,18 +452,18 @@ class _Place(Generic[T]):
 
 
 def _rows_of(items: Sequence[Any]) -> Iterator[Any]:
-    """Gives (length, tokens, place, epoch) of each document, or (length, item)."""
+    """Gives (length, tokens, place, epoch, last token) of each document, or (length, item)."""
     if isinstance(items, Documents):
-        return zip(items.lengths, items.tokens, items.places, items.epochs, strict=True)
+        return zip(items.lengths, items.tokens, items.places, items.epochs, items.lasts, strict=True)
     return ((len(item.tokens), item) for item in items)
 
 
 def _columns(drawn: list[Any], dtypes: "set[np.dtype[Any] | None]") -> tuple[Sequence[int], Sequence[Any]]:
     """Makes columns of such rows."""
-    if all(len(row) == 4 for row in drawn):
-        lengths, tokens, places, epochs = zip(*drawn, strict=True)
-        return lengths, Documents(tokens, lengths, places, epochs, dtypes.pop() if len(dtypes) == 1 else None)
-    return [row[0] for row in drawn], [row[1] if len(row) == 2 else document(*row[1:]) for row in drawn]
+    if all(len(row) > 2 for row in drawn):
+        lengths, tokens, places, epochs, lasts = zip(*drawn, strict=True)
+        return lengths, Documents(tokens, lengths, places, epochs, lasts, dtypes.pop() if len(dtypes) == 1 else None)
+    return [row[0] for row in drawn], [row[1] if len(row) == 2 else document(*row[1:4]) for row in drawn]
 
 
 def _up_to(rows: Iterable[Any], num_tokens: int) -> Iterator[Any]:

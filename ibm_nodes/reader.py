@@ -177,6 +177,7 @@ class Reader(Node[Any]):
             [end - begin for begin, end in zip(begins, ends, strict=True)],
             list(zip(repeat(name), repeat(url), rows, repeat(0))),  # repeat has no end
             [epoch] * len(rows),
+            block.lasts[first:last],
             values.dtype if values.flags.c_contiguous else None,
             partial(_after, (self._settings, self._at), (self._documents, self._skipped), block, first),
         )

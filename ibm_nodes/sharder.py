@@ -151,7 +151,7 @@ class Sharder(Node[T]):
                     self.schedule.now = turn
                 self._moved.add(shard)  # also if it fails: it may have moved within
                 try:
-                    item: T = next(self._graphs[shard])
+                    item: T = self._graphs[shard].next()
                 except StopIteration:
                     self._ended.add(shard)
                     continue

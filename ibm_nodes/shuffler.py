@@ -71,7 +71,7 @@ class Shuffler(Node[T]):
         buffer, plain, numbers = self._buffer, self._plain, self._numbers
         while len(buffer) < self.buffer_size:
             try:
-                buffer.append(self.source.next())
+                buffer.append(next(self.source))
             except StopIteration:
                 break
             plain.append(None)

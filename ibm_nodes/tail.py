@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,9 @@ class Tail:
         self._starts: list[int] = []
         self._places: list[Place] = []
         self._marks = eos_id, _one_token(eos_id), _one_token(~eos_id)
-        # That of all pieces, which can then be joined as bytes, in half of the time; or None. And the marks in a type.
+        # That of all pieces, if they have one: they are then joined as bytes, in half of the time. And the EOS in it.
         self._dtype: np.dtype[Any] | None = None
-        self._typed: tuple[np.ndarray, np.ndarray] | None = None
+        self._typed: np.ndarray | None = None
         self._opening = (None, None) if bos_id is None else (bos_id, _one_token(bos_id))
         self._pad_id = pad_id
         self._limit = sys.maxsize if limit is None else limit
@@ -53,9 +54,12 @@ class Tail:
     def add(self, documents: Sequence[Document]) -> None:
         """Adds documents; those without a token leave no trace."""
         if isinstance(documents, Documents) and self._is_plain:
-            self._add_plain(documents)
-        else:
-            self._add_any(documents)
+            lasts, eos_id = documents.lasts, self._marks[0]
+            num_closed = lasts.count(eos_id)
+            if num_closed in (0, len(lasts)) and min(lasts) >= 0:
+                self._add_columns(documents, bool(num_closed))
+                return
+        self._add_any(documents)
 
     def _add_any(self, documents: Iterable[Document]) -> None:
         self._dtype = None
@@ -89,33 +93,34 @@ class Tail:
         self._counts["documents"] += len(starts) - before
         self.length = end
 
-    def _add_plain(self, documents: Documents) -> None:
-        pieces, starts, end = self._pieces, self._starts, self.length
-        eos_id, eos, masked_eos = self._marks
-        dtype = documents.dtype if not pieces or documents.dtype == self._dtype else None
-        if dtype is not None and eos.dtype != dtype:
-            if eos_id > np.iinfo(dtype).max:
-                dtype = None
-            else:
-                if self._typed is None or self._typed[0].dtype != dtype:
-                    self._typed = np.array([eos_id], dtype), masked_eos.astype(dtype)
-                eos, masked_eos = self._typed
-        self._dtype = dtype
-        for tokens, length in zip(documents.tokens, documents.lengths, strict=True):
-            starts.append(end)
-            pieces.append(tokens)
-            end += length
-            last = tokens.item(-1)
-            if last != eos_id:
-                if last >= 0:
-                    pieces.append(eos)
-                    end += 1
-                elif last != ~eos_id:
-                    pieces.append(masked_eos)
-                    end += 1
+    def _add_columns(self, documents: Documents, are_closed: bool) -> None:
+        """Adds documents of which all, or none, end with EOS."""
+        pieces, starts = self._pieces, self._starts
+        eos = self._eos_for(documents.dtype if not pieces or documents.dtype == self._dtype else None)
+        if are_closed:
+            pieces += documents.tokens
+            starts += accumulate(documents.lengths, initial=self.length)
+        else:
+            marked = [eos] * (2 * len(documents))
+            marked[::2] = documents.tokens
+            pieces += marked
+            starts += accumulate([length + 1 for length in documents.lengths], initial=self.length)
+        self.length = starts.pop()
         self._places += documents.places
         self._counts["documents"] += len(documents)
-        self.length = end
+
+    def _eos_for(self, dtype: "np.dtype[Any] | None") -> np.ndarray:
+        """Gives the EOS in the type of all pieces, if they have one and it fits; notes whether it does."""
+        eos_id, eos, _ = self._marks
+        if dtype is not None and eos.dtype != dtype:
+            if eos_id <= np.iinfo(dtype).max:
+                if self._typed is None or self._typed.dtype != dtype:
+                    self._typed = np.array([eos_id], dtype)
+                eos = self._typed
+            else:
+                dtype = None
+        self._dtype = dtype
+        return eos
 
     def put(self, runs: Iterable[Run]) -> None:
         """Adds runs as they are; one that goes on where the one before it ends becomes part of it."""
@@ -144,7 +149,7 @@ class Tail:
         elif self._dtype is None:
             tokens = np.concatenate(pieces)
         else:
-            tokens = np.frombuffer(bytearray().join(pieces), self._dtype)
+            tokens = np.frombuffer(bytearray().join(pieces), self._dtype)  # type: ignore[arg-type]  # arrays are buffers
         self._dtype = tokens.dtype
         if length <= size:
             self._pieces, self._starts, self._places, self.length = [], [], [], 0
