@@ -23,9 +23,9 @@ from ibm_nodes.read_ahead import POLL_SECONDS, check_stopped
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
 BLOCK_BYTES = 1 << 20
-"""A block is as many row groups as begin within this many bytes of the column, decoded."""
+"""A block is as many row groups as begin within this many stored bytes of the column, so that a request is worth it."""
 PART_BYTES = 4 << 20
-"""Row groups whose column is larger than this, decoded, are read in parts of about this size."""
+"""It has no more than this, decoded; row groups that are larger are read in parts of about this size."""
 WINDOW_BYTES = 4 << 20
 BUFFER_BYTES = 1 << 20
 MAX_WASTE = 1.1
@@ -84,12 +84,12 @@ class ParquetFile:
     def _find_runs(self) -> Iterator["_Run"]:
         """Yields runs of small row groups, and parts of large ones."""
         row, open_run = 0, _Run([], 0, 0, 0, 0)
-        decoded = 0
+        stored = decoded = 0
         for group in range(self._metadata.num_row_groups):
             num_rows, size = self._metadata.row_group(group).num_rows, self._decoded_size(group)
-            if open_run.groups and (decoded >= BLOCK_BYTES or size > PART_BYTES):
+            if open_run.groups and (stored >= BLOCK_BYTES or decoded + size > PART_BYTES):
                 yield open_run
-                open_run, decoded = _Run([], 0, 0, 0, 0), 0
+                open_run, stored, decoded = _Run([], 0, 0, 0, 0), 0, 0
             if size > PART_BYTES and num_rows > 1:
                 num_parts = min(num_rows, -(-size // PART_BYTES))
                 for part in range(num_parts):
@@ -99,6 +99,7 @@ class ParquetFile:
                 begun = open_run if open_run.groups else _Run([], 0, 0, row, 0)
                 total = begun.num_rows + num_rows
                 open_run = _Run([*begun.groups, group], 0, total, begun.row, total)
+                stored += self._stored_size(group)
                 decoded += size
             row += num_rows
         if open_run.groups:
@@ -152,6 +153,10 @@ class ParquetFile:
     def _decoded_size(self, group: int) -> int:
         metadata = self._metadata.row_group(group)
         return sum(metadata.column(leaf).total_uncompressed_size for leaf in self._leaves)
+
+    def _stored_size(self, group: int) -> int:
+        metadata = self._metadata.row_group(group)
+        return sum(metadata.column(leaf).total_compressed_size for leaf in self._leaves)
 
     def _chunks(self, group: int) -> list[tuple[int, int]]:
         """Gives where the columns of a group lie in the file."""
