@@ -97,6 +97,23 @@ def test_a_row_group_that_is_small_on_disk_for_its_repeats_is_read_in_parts_too(
     assert (tmp_path / "0.parquet").stat().st_size < MIB
 
 
+def check_record_batch(path, table, limit):
+    with pa.ipc.new_file(str(path / "0.arrow"), table.schema) as writer:
+        writer.write_table(table)
+    num_tokens, peak = measure(READ_ALL, f"file://{path}/")
+    assert num_tokens == len(table) * ROW_LENGTH
+    assert peak < limit
+
+
+def test_a_huge_record_batch_takes_a_small_part_of_its_size(tmp_path):
+    check_record_batch(tmp_path, noise(400 * MIB), 120 * MIB)
+
+
+@pytest.mark.slow
+def test_a_record_batch_of_1_gib_takes_an_eighth_of_it(tmp_path):
+    check_record_batch(tmp_path, noise(1024 * MIB), 128 * MIB)
+
+
 CYCLES = """
 url, num_cycles, kind = arguments
 samples = []
