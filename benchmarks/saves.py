@@ -34,7 +34,7 @@ def _delay(server: str, seconds: float, pipe: object) -> None:
     import fault_proxy
 
     with fault_proxy.FaultProxy(server) as proxy:
-        fault = fault_proxy.Fault(before=lambda: time.sleep(seconds))
+        fault = fault_proxy.Fault(delay=seconds)
         proxy.spoil(itertools.repeat(fault), lambda request: True)
         pipe.send(proxy.endpoint)
         pipe.recv()

@@ -23,26 +23,32 @@ import ibm_nodes
 from ibm_nodes import Batcher, CausalLMCollator, Loader, Mixer, Packer, Prefetcher, Reader, Sharder, Shuffler
 
 SEQ_LEN, BATCH_SIZE = 4096, 8
+Options = dict[str, object] | None
 
 
-def graph(shard: int, num_shards: int, *, urls: dict[str, str], strategy: str = "concat") -> Shuffler:
+def graph(shard: int, num_shards: int, *, urls: dict[str, str], strategy: str, storage_options: Options) -> Shuffler:
     """Builds the graph of one logical shard."""
-    sources = {name: Reader(url, name=name, shard=shard, num_shards=num_shards, seed=0) for name, url in urls.items()}
+    shared = {"shard": shard, "num_shards": num_shards, "seed": 0, "storage_options": storage_options}
+    sources = {name: Reader(url, name=name, **shared) for name, url in urls.items()}
     node = Mixer(sources, weights={name: corpus.WEIGHTS[name] for name in urls}, seed=(0, shard))
     node = Packer(node, seq_len=SEQ_LEN, eos_id=corpus.EOS_ID, strategy=strategy)
     return Shuffler(node, buffer_size=16, seed=(0, shard))
 
 
-def sharder(urls: dict[str, str], num_shards: int, strategy: str = "concat") -> Sharder:
+def sharder(
+    urls: dict[str, str], num_shards: int, strategy: str = "concat", storage_options: Options = None
+) -> Sharder:
     """Gives a rank that owns all logical shards."""
-    made = functools.partial(graph, urls=urls, strategy=strategy)
+    made = functools.partial(graph, urls=urls, strategy=strategy, storage_options=storage_options)
     return Sharder(made, num_shards=num_shards, rank=0, world_size=1)
 
 
-def batcher(urls: dict[str, str], num_shards: int, strategy: str = "concat") -> Batcher:
+def batcher(
+    urls: dict[str, str], num_shards: int, strategy: str = "concat", storage_options: Options = None
+) -> Batcher:
     """Gives batches of int64 tensors."""
     collate = CausalLMCollator(shift_labels=False, seq_len=SEQ_LEN)
-    return Batcher(sharder(urls, num_shards, strategy), batch_size=BATCH_SIZE, collate=collate)
+    return Batcher(sharder(urls, num_shards, strategy, storage_options), batch_size=BATCH_SIZE, collate=collate)
 
 
 def numpy_loop(urls: dict[str, str]) -> Iterator[np.ndarray]:

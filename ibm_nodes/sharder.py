@@ -7,13 +7,18 @@ from torchdata.nodes import BaseNode
 
 from ibm_nodes.listing import ListingSession
 from ibm_nodes.node import Node, Snapshot, as_snapshot, render, snapshot
+from ibm_nodes.permutation import derive_key, permutation
 from ibm_nodes.schedule import SCHEDULE_KEY, Schedule
 from ibm_nodes.state import SHARDS_KEY, State, check_keys, check_settings
+from ibm_nodes.storage import hold_first_reads
 
 T = TypeVar("T")
 
 NUM_AHEAD = 16
 """Graphs that are reset before their turn, so that their first reads run side by side."""
+APART_SECONDS = 0.005
+MAX_SPREAD_SECONDS = 2.0
+"""The first reads of ranks are so far apart, in a random order, or closer, so that all begin within the maximum."""
 
 
 class Sharder(Node[T]):
@@ -26,6 +31,9 @@ class Sharder(Node[T]):
 
     A shard that has ended is passed over, or, with ``filler``, goes on with it. The end is when all shards of the rank
     have ended. Nothing is built, listed or read before the first item.
+
+    What a process first lists and reads over the network then waits for less than two seconds, 5 milliseconds a rank
+    or less, so that the ranks of a large job do not all reach the store at one moment.
 
     What ``skip`` leaves out is drawn and dropped, so that every sample keeps its number: the position after it is that
     of a run which trained on it. What lies before the position that is loaded does not matter.
@@ -201,6 +209,8 @@ class Sharder(Node[T]):
         """Builds and resets the graphs of a shard and of the shards that come after it."""
         if len(self._graphs) + len(self._ended) >= len(self._taken) and shard in self._graphs:
             return
+        if not self._graphs:
+            hold_first_reads(first_read_seconds(self.rank, self.world_size))
         for visit in range(min(NUM_AHEAD, len(self._taken))):
             ahead = (shard + visit * self.world_size) % self.num_shards
             if ahead not in self._graphs and ahead not in self._ended:
@@ -216,6 +226,12 @@ class Sharder(Node[T]):
                 f"building the graph of shard {shard} raised StopIteration, which is no end of data"
             ) from error
         return graph
+
+
+def first_read_seconds(rank: int, world_size: int) -> float:
+    """Gives how long the first reads of a rank wait, so that those of all ranks come evenly spread."""
+    turn = int(permutation(derive_key("first reads", world_size), world_size)[rank])
+    return turn * min(APART_SECONDS, MAX_SPREAD_SECONDS / world_size)
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:

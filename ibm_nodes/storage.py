@@ -42,6 +42,7 @@ class Object(NamedTuple):
 def read(item: Object, start: int, end: int, storage_options: Options = None) -> bytes | bytearray:
     """Reads bytes [start, end) of an object that was listed: all of them, of that version, or an error."""
     fs, path = _filesystem(item.url, storage_options)
+    _wait_for_turn(fs)
     began = time.perf_counter()
     try:
         if isinstance(fs, LocalFileSystem):
@@ -109,12 +110,29 @@ def find(url: str, storage_options: Options = None) -> list[Object]:
         PermissionError, ConnectionError, OSError: as the store says.
     """
     fs, root = _filesystem(url, storage_options)
+    _wait_for_turn(fs)
     objects = []
     for path, info in _find(fs, root, url).items():
         key = path[len(root) :].lstrip("/")
         full = f"{url.rstrip('/')}/{key}" if key else url
         objects.append(Object(full, key or posixpath.basename(path), int(info["size"]), _version(info)))
     return objects
+
+
+_turn: float | None = None
+
+
+def hold_first_reads(seconds: float) -> None:
+    """Keeps what this process lists and reads over the network waiting, for a time that the first call sets off."""
+    global _turn
+    if _turn is None:
+        _turn = time.monotonic() + seconds
+
+
+def _wait_for_turn(fs: Any) -> None:
+    while _turn is not None and getattr(fs, "async_impl", False) and (left := _turn - time.monotonic()) > 0:
+        check_stopped()
+        time.sleep(min(left, POLL_SECONDS))
 
 
 def _find(fs: Any, root: str, url: str) -> dict[str, dict[str, Any]]:

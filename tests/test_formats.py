@@ -1,6 +1,7 @@
 import concurrent.futures
 import contextlib
 import itertools
+import random
 import tracemalloc
 
 import corpora
@@ -8,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from ibm_nodes.formats import arrow
 from ibm_nodes.formats.arrow import BLOCK_BYTES, ArrowFile
 from ibm_nodes.formats.parquet import PART_BYTES, WINDOW_BYTES, ParquetFile
 from ibm_nodes.listing import Listing, StoredObject, list_objects
@@ -110,6 +112,62 @@ def test_an_arrow_block_is_as_many_batches_as_begin_within_its_bytes(tmp_path):
     assert file.spans[0] == 0
     assert file.spans[-1] == (tmp_path / "x").stat().st_size
     assert file.groups.tolist() == list(range(len(sizes)))
+
+
+def large_batches(tmp_path, **options):
+    """An Arrow file of small batches around two of 24 MiB, opened, and all of its rows."""
+    tables = [*large(40, 100, 2), *large(2400, 5_000, 2), *large(40, 100, 4)]
+    file, ranges = opened(tmp_path / "x", corpora.arrow(tables, **options), "arrow")
+    return file, ranges, [row for table in tables for row in table.column("tokens").to_pylist()]
+
+
+def test_large_record_batches_are_read_in_parts_with_each_byte_read_once(tmp_path):
+    file, ranges, rows = large_batches(tmp_path)
+    size = (tmp_path / "x").stat().st_size
+    assert len(ranges) == 2  # the footer, and the metadata of the first large batch
+    assert len(file.groups) == 2 * 6 + 2
+    assert all(size <= arrow.PART_BYTES for size in np.diff(file.spans)[1:-1])
+    assert rows_of_all(file) == rows
+    read = [end - start for start, end in ranges]
+    assert sum(read) < 1.01 * size
+    assert max(read) < 1.1 * arrow.PART_BYTES
+    places = [row for block in range(len(file.groups)) for row in file.read(block).rows.tolist()]
+    sizes = [20, 20, 1200, 1200, 10, 10, 10, 10]
+    assert places == [number << 32 | row for number, count in enumerate(sizes) for row in range(count)]
+    ranges.clear()
+    for block in random.Random(0).choices(range(len(file.groups)), k=20):
+        lists = file.read(block)
+        first = [*itertools.accumulate(sizes, initial=0)][lists.rows[0] >> 32] + (int(lists.rows[0]) & 0xFFFFFFFF)
+        assert rows_of(lists) == rows[first : first + len(lists.rows)]
+    assert len(ranges) <= 2 * 20
+
+
+def test_a_large_record_batch_that_is_compressed_is_one_block(tmp_path):
+    file, ranges, rows = large_batches(tmp_path, compression="lz4")
+    assert len(file.groups) == 3
+    ranges.clear()
+    assert rows_of_all(file) == rows
+    assert sum(end - start for start, end in ranges) <= (tmp_path / "x").stat().st_size
+
+
+def test_large_record_batches_of_which_only_the_first_is_simple_are_read(tmp_path):
+    (simple,) = large(1200, 1_500, 1)
+    odd = pa.table({"tokens": pa.array([None, *simple.column("tokens").to_pylist()[1:]], simple.schema[0].type)})
+    file, _ = opened(tmp_path / "x", corpora.arrow([simple, odd]), "arrow")
+    assert len(file.groups) == 4
+    expected = simple.column("tokens").to_pylist()
+    assert rows_of_all(file) == [*expected, [], *expected[1:]]
+
+
+def test_a_damaged_offset_in_a_part_is_an_error(tmp_path):
+    (table,) = large(1200, 1_500, 1)
+    data = bytearray(corpora.arrow([table]))
+    place = bytes(data).index(np.arange(0, 60_000, 1_500, dtype="<i4").tobytes())
+    for spoiled in (-5, 1 << 30):
+        data[place + 400 : place + 404] = np.int32(spoiled).tobytes()
+        file, _ = opened(tmp_path / "x", bytes(data), "arrow")
+        with pytest.raises(ValueError, match="damaged offsets"):
+            rows_of_all(file)
 
 
 def huge(tmp_path, **options):

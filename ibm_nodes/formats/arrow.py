@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,8 @@ MAGIC = b"ARROW1"
 TAIL_BYTES = 64 << 10
 BLOCK_BYTES = 1 << 20
 """A block is as many record batches as begin within this many bytes."""
+PART_BYTES = 4 << 20
+"""Record batches that are larger than this are read in parts of about this size, if they are not compressed."""
 DICTIONARIES_FIELD, BATCHES_FIELD = 2, 3
 
 
@@ -35,9 +38,15 @@ class ArrowFile:
             self._numbers = np.argsort(begins, kind="stable")
             self._batches = self._batches[self._numbers]
             begins = self._batches["offset"]
-        self._firsts = _runs(begins)
-        starts = begins[self._firsts[1:-1]]
-        self.spans = np.concatenate([[0], starts, [file.size]]) if len(begins) else np.array([0])
+        sizes = self._batches["metadata"] + self._batches["body"]
+        self._places: dict[int, np.void | None] = {}
+        large = np.flatnonzero(sizes > PART_BYTES)
+        num_parts = np.ones(len(begins), np.int64)
+        if len(large) and not self._dictionaries.size and self._place(int(large[0])) is not None:
+            num_parts[large] = -(-sizes[large] // PART_BYTES)
+        self._runs = _runs(begins.tolist(), num_parts.tolist())
+        starts = [int(begins[run.first]) + int(sizes[run.first]) * run.part // run.num_parts for run in self._runs]
+        self.spans = np.array([0, *starts[1:], file.size] if starts else [0], np.int64)
         self.groups = np.arange(len(self.spans) - 1)
 
     def size(self, block: int) -> int:
@@ -46,16 +55,48 @@ class ArrowFile:
 
     def read(self, block: int) -> Lists:
         """Reads a block."""
-        first, last = self._firsts[block], self._firsts[block + 1]
+        run = self._runs[block]
+        if run.num_parts > 1:
+            return self._read_part(run)
+        lists, size = self._read_batches(run.first, run.last)
+        if lists.values.nbytes * 2 < size:  # the rest of the block is other columns: let go of it
+            lists = replace(lists, values=lists.values.copy())
+        return lists
+
+    def _read_batches(self, first: int, last: int) -> tuple[Lists, int]:
+        """Reads whole batches; gives their rows, and how many bytes were read."""
         places = self._batches[first:last].copy()
         start = int(places["offset"][0])
         data = self._file.read(start, int((places["offset"] + places["metadata"] + places["body"]).max()))
         places["offset"] -= start
         numbers = np.arange(first, last) if self._numbers is None else self._numbers[first:last]
-        lists = self._decoder.decode(data, places, numbers, self._read_dictionaries())
-        if lists.values.nbytes * 2 < len(data):  # the rest of the block is other columns: let go of it
-            lists = replace(lists, values=lists.values.copy())
-        return lists
+        return self._decoder.decode(data, places, numbers, self._read_dictionaries()), len(data)
+
+    def _read_part(self, run: "_Run") -> Lists:
+        """Reads some rows of a batch: their offsets, then their values."""
+        number = run.first if self._numbers is None else int(self._numbers[run.first])
+        begin, place = int(self._batches["offset"][run.first]), self._place(run.first)
+        if place is None:  # unlike the first large one of its file, it cannot be read in parts
+            lists, _ = self._read_batches(run.first, run.last)
+            rows = _share(len(lists.rows), run)
+            begins, ends = lists.begins[rows], lists.ends[rows]
+            low, high = (int(begins.min()), int(ends.max())) if len(begins) else (0, 0)
+            return Lists(lists.values[low:high].copy(), begins - low, ends - low, lists.rows[rows])
+        return self._decoder.read_rows(
+            lambda first, last: self._file.read(begin + first, begin + last),
+            place,
+            _share(int(place["length"]), run),
+            number,
+        )
+
+    def _place(self, index: int) -> np.void | None:
+        """Finds the column in a large batch, or gives None if that cannot be read in parts."""
+        if index not in self._places:
+            batch = self._batches[index]
+            begin = int(batch["offset"])
+            metadata = bytes(self._file.read(begin, begin + int(batch["metadata"])))
+            self._places[index] = self._decoder.locate(metadata, int(batch["body"]))
+        return self._places[index]
 
     def _read_dictionaries(self) -> bytes:
         parts = []
@@ -106,11 +147,31 @@ def _places(footer: bytes, field: int, file: StoredObject) -> np.ndarray:
     return places
 
 
-def _runs(begins: np.ndarray) -> list[int]:
-    """Gives the first batch of each block, and, last, the number of batches."""
-    firsts, limit = [], -1
-    for index, begin in enumerate(begins.tolist()):
-        if begin >= limit:
-            firsts.append(index)
+class _Run(NamedTuple):
+    """A block: batches [first, last), or a part of one."""
+
+    first: int
+    last: int
+    part: int
+    num_parts: int
+
+
+def _runs(begins: list[int], num_parts: list[int]) -> list[_Run]:
+    """Cuts batches into blocks."""
+    runs: list[_Run] = []
+    limit = -1
+    for index, (begin, number) in enumerate(zip(begins, num_parts, strict=True)):
+        if number > 1:
+            runs += [_Run(index, index + 1, part, number) for part in range(number)]
+            limit = -1
+        elif begin >= limit:
+            runs.append(_Run(index, index + 1, 0, 1))
             limit = begin + BLOCK_BYTES
-    return [*firsts, len(begins)]
+        else:
+            runs[-1] = runs[-1]._replace(last=index + 1)
+    return runs
+
+
+def _share(num_rows: int, run: _Run) -> slice:
+    """Gives the rows that belong to a part."""
+    return slice(num_rows * run.part // run.num_parts, num_rows * (run.part + 1) // run.num_parts)

@@ -7,6 +7,7 @@ Batches of one writer have metadata that differs in numbers only; those are deco
 
 import itertools
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ PLACE = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("padding", "<i4"), ("
 PREFIX_BYTES = 8
 CONTINUATION = b"\xff\xff\xff\xff"
 RECORD_BATCH = 3
+DAMAGED_OFFSETS = "record batches have damaged offsets: a list ends before it begins or outside its values"
 
 
 class BatchDecoder:
@@ -76,6 +78,42 @@ class BatchDecoder:
                 parts += self._each(data, places[first:last], numbers[first:last], b"")
             first = last
         return join(parts)
+
+    def locate(self, metadata: bytes, body: int) -> np.void | None:
+        """Finds a column of lists in a batch by its metadata; gives None if it is compressed or has nulls."""
+        if self._plan is None or self._plan.offsets is None:
+            return None
+        places = np.array([(0, len(metadata), 0, body)], PLACE)
+        batches, easy = _side_by_side(metadata, places, self._plan)
+        return batches[0] if easy[0] else None
+
+    def read_rows(
+        self, read: Callable[[int, int], bytes | bytearray], place: np.void, rows: slice, number: int
+    ) -> Lists:
+        """Reads some rows of a batch.
+
+        Args:
+            read: reads bytes [begin, end), counted from where the batch begins.
+            place: where the column is in it.
+            rows: which rows.
+            number: the number of the batch in its file.
+        """
+        plan = self._plan
+        assert plan is not None and plan.offsets is not None
+        if rows.start == rows.stop:
+            return Lists.of([], [])
+        width, size = plan.offsets.itemsize, plan.values.itemsize
+        begin = int(place["offsets"])
+        edges = np.frombuffer(read(begin + width * rows.start, begin + width * (rows.stop + 1)), plan.offsets)
+        edges = edges.astype(np.int64)
+        low, high = int(edges[0]), int(edges[-1])
+        if low < 0 or high > place["child"] or np.any(np.diff(edges) < 0):
+            raise ValueError(DAMAGED_OFFSETS)
+        begin = int(place["values"])
+        data = read(begin + size * low, begin + size * high) if low < high else b""
+        edges -= low
+        numbers = number * ROWS_PER_BATCH + np.arange(rows.start, rows.stop)
+        return Lists(np.frombuffer(data, plan.values), edges[:-1], edges[1:], numbers)
 
     def _each(
         self, data: bytes | bytearray, places: np.ndarray, numbers: np.ndarray, dictionaries: bytes
@@ -139,7 +177,7 @@ class _Plan(NamedTuple):
         low, high = np.zeros_like(counts), np.zeros_like(counts)
         low[full], high[full] = begins[firsts[full]], ends[firsts[full] + counts[full] - 1]
         if np.any(begins > ends) or np.any(low < 0) or np.any(high > batches["child"]):
-            raise ValueError("record batches have damaged offsets: a list ends before it begins or outside its values")
+            raise ValueError(DAMAGED_OFFSETS)
         shift = np.repeat(np.cumsum(high - low) - high, counts)
         number = np.repeat(numbers, counts)
         return Lists(

@@ -23,9 +23,12 @@ from ibm_nodes.read_ahead import POLL_SECONDS, check_stopped
 MAGIC = b"PAR1"
 TAIL_BYTES = 64 << 10
 BLOCK_BYTES = 1 << 20
-"""A block is as many row groups as begin within this many bytes of the column, decoded."""
+"""A block is as many row groups as begin within this many stored bytes of the column, so that a request is worth it."""
+RUN_BYTES = 3 << 19
+"""Row groups that are more than this together, decoded, are no block: a process may hold a thousand blocks."""
 PART_BYTES = 4 << 20
 """Row groups whose column is larger than this, decoded, are read in parts of about this size."""
+WIDTHS = {"INT32": 4, "INT64": 8}
 WINDOW_BYTES = 4 << 20
 BUFFER_BYTES = 1 << 20
 MAX_WASTE = 1.1
@@ -53,6 +56,9 @@ class ParquetFile:
             for index in range(self._metadata.num_columns)
             if self._metadata.schema.column(index).path.split(".")[0] in self._columns
         ]
+        kinds = {self._metadata.schema.column(leaf).physical_type for leaf in self._leaves}
+        # (64-bit ids are kept in 32 bits.)
+        self._run_bytes = RUN_BYTES * (2 if kinds == {"INT64"} and not self._are_rows else 1)
         self._runs = list(self._find_runs())
         begins = [self._begin(run.groups[0]) for run in self._runs]
         self.spans = np.array(_spans(self._runs, begins, file.size), np.int64)
@@ -84,12 +90,12 @@ class ParquetFile:
     def _find_runs(self) -> Iterator["_Run"]:
         """Yields runs of small row groups, and parts of large ones."""
         row, open_run = 0, _Run([], 0, 0, 0, 0)
-        decoded = 0
+        stored = decoded = 0
         for group in range(self._metadata.num_row_groups):
             num_rows, size = self._metadata.row_group(group).num_rows, self._decoded_size(group)
-            if open_run.groups and (decoded >= BLOCK_BYTES or size > PART_BYTES):
+            if open_run.groups and (stored >= BLOCK_BYTES or decoded + size > self._run_bytes):
                 yield open_run
-                open_run, decoded = _Run([], 0, 0, 0, 0), 0
+                open_run, stored, decoded = _Run([], 0, 0, 0, 0), 0, 0
             if size > PART_BYTES and num_rows > 1:
                 num_parts = min(num_rows, -(-size // PART_BYTES))
                 for part in range(num_parts):
@@ -99,6 +105,7 @@ class ParquetFile:
                 begun = open_run if open_run.groups else _Run([], 0, 0, row, 0)
                 total = begun.num_rows + num_rows
                 open_run = _Run([*begun.groups, group], 0, total, begun.row, total)
+                stored += self._stored_size(group)
                 decoded += size
             row += num_rows
         if open_run.groups:
@@ -130,7 +137,7 @@ class ParquetFile:
         for chunk in table.column(column).chunks:
             parts.append(to_lists(chunk, column, row))
             row += len(chunk)
-        return join(parts)
+        return _copy(join(parts))
 
     def _batches(self, group: int) -> Iterator[pa.RecordBatch]:
         ends = [run.last for run in self._runs if run.groups == [group]]
@@ -150,8 +157,16 @@ class ParquetFile:
         return pq.ParquetFile(file, metadata=self._metadata, pre_buffer=False, buffer_size=buffer_size)
 
     def _decoded_size(self, group: int) -> int:
+        """Gives about how many bytes the columns of a group take in memory; what repeats takes far fewer on disk."""
+        chunks = [self._metadata.row_group(group).column(leaf) for leaf in self._leaves]
+        return sum(
+            max(chunk.total_uncompressed_size, WIDTHS.get(chunk.physical_type, 0) * chunk.num_values)
+            for chunk in chunks
+        )
+
+    def _stored_size(self, group: int) -> int:
         metadata = self._metadata.row_group(group)
-        return sum(metadata.column(leaf).total_uncompressed_size for leaf in self._leaves)
+        return sum(metadata.column(leaf).total_compressed_size for leaf in self._leaves)
 
     def _chunks(self, group: int) -> list[tuple[int, int]]:
         """Gives where the columns of a group lie in the file."""
@@ -234,6 +249,14 @@ class _Window(io.RawIOBase):
         )
         data = self._file.read(begin + len(kept), until)
         self._data, self._at = bytes(kept) + data if kept else bytes(data), begin
+
+
+def _copy(lists: Lists) -> Lists:
+    """Copies what the rows are of, so that pyarrow's allocator, which holds half as much again, can let go of it."""
+    if not len(lists.rows):
+        return lists
+    low, high = int(lists.begins.min()), int(lists.ends.max())
+    return Lists(lists.values[low:high].copy(), lists.begins - low, lists.ends - low, lists.rows)
 
 
 def _metadata(file: StoredObject) -> pq.FileMetaData:
