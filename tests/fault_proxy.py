@@ -44,6 +44,7 @@ class Fault:
         cut: leave out this many last bytes of the body, with a Content-Length that says so.
         rate: send this many bytes a second.
         before: called before the server is asked.
+        delay: seconds to wait before the server is asked, however many requests wait.
     """
 
     status: int = 0
@@ -53,6 +54,7 @@ class Fault:
     cut: int = 0
     rate: int = 0
     before: Callable[[], object] | None = None
+    delay: float = 0
 
 
 class Ended(Exception):
@@ -134,6 +136,7 @@ class FaultProxy:
         lines = [line for line in lines if not line.lower().startswith("expect:")]
         if fault.before is not None:
             await asyncio.to_thread(fault.before)
+        await asyncio.sleep(fault.delay)
         if fault.status:
             body = f"<Error><Code>{fault.code}</Code><Message>spoiled</Message></Error>".encode()
             start = f"HTTP/1.1 {fault.status} Spoiled\r\n".encode()
