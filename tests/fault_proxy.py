@@ -40,7 +40,8 @@ class Fault:
     Attributes:
         status, code: answer this error, and do not ask the server.
         after: send this many bytes of the body, or nothing at all if it is negative; then do what ``then`` says.
-        then: "reset" or "close" the connection, or "hang" until the client goes away.
+        then: "reset" or "close" the connection, "hang" until the client goes away, or "stall" for ``stall_seconds`` and
+            then send the rest.
         cut: leave out this many last bytes of the body, with a Content-Length that says so.
         rate: send this many bytes a second.
         before: called before the server is asked.
@@ -51,6 +52,7 @@ class Fault:
     code: str = ""
     after: int | None = None
     then: str = "reset"
+    stall_seconds: float = 5.0
     cut: int = 0
     rate: int = 0
     before: Callable[[], object] | None = None
@@ -140,14 +142,22 @@ class FaultProxy:
         if fault.status:
             body = f"<Error><Code>{fault.code}</Code><Message>spoiled</Message></Error>".encode()
             start = f"HTTP/1.1 {fault.status} Spoiled\r\n".encode()
-        elif fault.after is not None and fault.after < 0:
+        elif fault.after is not None and fault.after < 0 and fault.then != "stall":
             await self._end(fault.then, reader, writer)
         else:
             start, body = await self._ask(method, path, lines, data)
         body = body[: len(body) - fault.cut]
         if method != "HEAD":
             start += f"Content-Length: {len(body)}\r\n".encode()
-        writer.write(start + b"\r\n")
+        head = start + b"\r\n"
+        if fault.then == "stall" and fault.after is not None:
+            begin = max(0, fault.after)
+            if fault.after >= 0:
+                writer.write(head + body[:begin])
+                head = b""
+            await asyncio.sleep(fault.stall_seconds)
+            body, fault = body[begin:], Fault()
+        writer.write(head)
         for part in self._parts(body[: fault.after], fault.rate):
             writer.write(part)
             await writer.drain()
