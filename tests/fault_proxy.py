@@ -58,6 +58,9 @@ class Fault:
     before: Callable[[], object] | None = None
     delay: float = 0
 
+    def ends_before_the_answer(self) -> bool:
+        return self.after is not None and self.after < 0 and self.then != "stall"
+
 
 class Ended(Exception):
     """The connection to the client is over."""
@@ -142,29 +145,33 @@ class FaultProxy:
         if fault.status:
             body = f"<Error><Code>{fault.code}</Code><Message>spoiled</Message></Error>".encode()
             start = f"HTTP/1.1 {fault.status} Spoiled\r\n".encode()
-        elif fault.after is not None and fault.after < 0 and fault.then != "stall":
+        elif fault.ends_before_the_answer():
             await self._end(fault.then, reader, writer)
         else:
             start, body = await self._ask(method, path, lines, data)
         body = body[: len(body) - fault.cut]
         if method != "HEAD":
             start += f"Content-Length: {len(body)}\r\n".encode()
-        head = start + b"\r\n"
-        if fault.then == "stall" and fault.after is not None:
-            begin = max(0, fault.after)
-            if fault.after >= 0:
-                writer.write(head + body[:begin])
-                head = b""
-            await asyncio.sleep(fault.stall_seconds)
-            body, fault = body[begin:], Fault()
+        send = self._stall if fault.then == "stall" and fault.after is not None else self._send
+        await send(start + b"\r\n", body, fault, writer)
+        if fault.after is not None and fault.then != "stall":
+            await self._end(fault.then, reader, writer)
+
+    async def _send(self, head: bytes, body: bytes, fault: Fault, writer: asyncio.StreamWriter) -> None:
         writer.write(head)
         for part in self._parts(body[: fault.after], fault.rate):
             writer.write(part)
             await writer.drain()
             if fault.rate:
                 await asyncio.sleep(len(part) / fault.rate)
-        if fault.after is not None:
-            await self._end(fault.then, reader, writer)
+
+    async def _stall(self, head: bytes, body: bytes, fault: Fault, writer: asyncio.StreamWriter) -> None:
+        if fault.after >= 0:
+            writer.write(head + body[: fault.after])
+            head, body = b"", body[fault.after :]
+        await asyncio.sleep(fault.stall_seconds)
+        writer.write(head + body)
+        await writer.drain()
 
     async def _hear(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         if request.headers.get("expect") == "100-continue":

@@ -1,6 +1,7 @@
 """A run over an object store that misbehaves yields, batch for batch, what a clean run yields, only later."""
 
 import random
+import sys
 import time
 from itertools import islice
 
@@ -9,7 +10,6 @@ import corpora
 import pytest
 from fault_proxy import Fault, FaultProxy
 
-from ibm_nodes import storage
 from ibm_nodes.recipes import object_store
 
 NUM_BATCHES, FEWER = 200, 60
@@ -111,10 +111,9 @@ def check(s3, corpus, clean, kinds, num_batches, capsys, **config):
     assert digests == expected[:num_batches]
     assert all(faults.met.values()), faults.met
     with capsys.disabled():
-        print(
-            f"\n{'+'.join(kinds)}: {num_batches} batches in {spoiled:.1f} s, clean {NUM_BATCHES} in {seconds:.1f} s;",
-            f"{faults.count} requests, of which met faults: {faults.met}",
-            end=" ",
+        sys.stdout.write(
+            f"\n{'+'.join(kinds)}: {num_batches} batches in {spoiled:.1f} s, clean {NUM_BATCHES} in {seconds:.1f} s; "
+            f"{faults.count} requests, of which met faults: {faults.met} "
         )
 
 
