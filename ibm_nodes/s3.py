@@ -16,12 +16,20 @@ PAGE_BYTES = 1 << 20
 WRITE_SECONDS = 10.0
 """An attempt to write has these, and the time of its bytes."""
 
+CHECKSUMS = ("request_checksum_calculation", "response_checksum_validation")
+"""Options of botocore 1.36 and newer."""
 GONE = "is gone since it was listed: list again"
 
 
 def client_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Gives s3fs arguments with our time-outs, and no retries below our own, where the user has not set them."""
+    """Gives s3fs arguments with our time-outs, and no retries below our own, where the user has not set them.
+
+    Checksums of AWS' own are left to those who ask for them: other stores refuse them, or send wrong ones with ranges.
+    """
+    from botocore.config import Config
+
     config = {
+        **{name: "when_required" for name in CHECKSUMS if name in Config.OPTION_DEFAULTS},
         "connect_timeout": 3,
         "read_timeout": attempts.FIRST_BYTE_SECONDS,
         "max_pool_connections": MAX_CONNECTIONS,

@@ -24,8 +24,8 @@ NUM_TRIES = 4
 """Attempts at stores other than S3, whose clients have retries of their own."""
 CALL_SECONDS = 60.0
 """An attempt at a store other than S3 has these, and time for its bytes, if it can be given up at all."""
-GIVE_UP_KEY = "give_up_seconds"
-"""The one storage option that is ours and not fsspec's."""
+GIVE_UP_KEY, DATASETS_KEY = "give_up_seconds", "datasets"
+"""Storage options that are not fsspec's: a deadline, and options of the recipes' single datasets."""
 
 
 class Object(NamedTuple):
@@ -218,7 +218,8 @@ def _filesystem(url: str, storage_options: Options) -> tuple[Any, str]:
 
 
 def _give_up_seconds(options: dict[str, Any]) -> float | None:
-    """Takes the one option that is ours out of those for fsspec."""
+    """Takes what is not fsspec's out of its options."""
+    options.pop(DATASETS_KEY, None)
     seconds = options.pop(GIVE_UP_KEY, None)
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
         raise ValueError(f"{GIVE_UP_KEY} in storage_options must be a number of seconds above 0, got {seconds!r}")

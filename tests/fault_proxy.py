@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -70,10 +71,12 @@ class Ended(Exception):
 class FaultProxy:
     """Serves on 127.0.0.1 in a thread of its own, for the time of a ``with`` block.
 
-    Passes Host on as it came, so that signatures made for the proxy stay valid at the server.
+    Passes Host on as it came, so that signatures made for the proxy stay valid at the server. With ``tls``, a server's
+    context, it ends TLS, too.
     """
 
     server: str
+    tls: ssl.SSLContext | None = None
     requests: list[Request] = field(default_factory=list)
     connections: int = 0
 
@@ -106,8 +109,8 @@ class FaultProxy:
 
     async def _serve(self, started: threading.Event) -> None:
         self._stopped = asyncio.Event()
-        listening = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.endpoint = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        listening = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self.tls)
+        self.endpoint = f"{'https' if self.tls else 'http'}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         started.set()
         await self._stopped.wait()
         listening.close()
@@ -122,14 +125,13 @@ class FaultProxy:
         try:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError, Ended):
                 while True:
-                    await self._answer(reader, writer)
+                    await self._answer(await reader.readuntil(b"\r\n\r\n"), reader, writer)
         finally:
             self.connections -= 1
             self._tasks.discard(task)
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+    async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
         method, path, _ = first.split(" ")
         request = Request(
@@ -176,12 +178,21 @@ class FaultProxy:
     async def _hear(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         if request.headers.get("expect") == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return await reader.readexactly(int(request.headers.get("content-length", 0)))
+        if request.headers.get("transfer-encoding", "") != "chunked":
+            return await reader.readexactly(int(request.headers.get("content-length", 0)))
+        data = b""
+        while size := int(await reader.readline(), 16):
+            data += (await reader.readexactly(size + 2))[:-2]
+        await reader.readline()
+        return data
 
     async def _ask(self, method: str, path: str, lines: list[str], data: bytes) -> tuple[bytes, bytes]:
         """Asks the server by HTTP/1.0, so that it answers without chunks and then closes."""
         address = urlsplit(self.server)
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        if any(line.lower() == "transfer-encoding: chunked" for line in lines):
+            lines = [line for line in lines if not line.lower().startswith("transfer-encoding:")]
+            lines.append(f"Content-Length: {len(data)}")
         try:
             writer.write("\r\n".join([f"{method} {path} HTTP/1.0", *lines, "", ""]).encode("latin-1") + data)
             head = (await reader.readuntil(b"\r\n\r\n")).removesuffix(b"\r\n")
@@ -206,3 +217,31 @@ class FaultProxy:
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
         raise Ended
+
+
+class ForwardProxy(FaultProxy):
+    """A proxy as HTTP_PROXY and HTTPS_PROXY name one: any host that is asked for is ``server``, or ``tls_server``."""
+
+    def __init__(self, server: str, tls_server: str = "") -> None:
+        super().__init__(server)
+        self.tls_server = tls_server
+        self.tunnels: list[str] = []
+
+    async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not head.startswith(b"CONNECT "):
+            await super()._answer(head, reader, writer)
+            return
+        self.tunnels.append(head.split()[1].decode())
+        address = urlsplit(self.tls_server)
+        there, back = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        await asyncio.gather(self._pipe(reader, back), self._pipe(there, writer))
+        raise Ended
+
+    async def _pipe(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        try:
+            while part := await source.read(1 << 16):
+                target.write(part)
+                await target.drain()
+        finally:
+            target.close()
