@@ -119,7 +119,10 @@ async def persist(
 async def _client(fs: Any, expired: Any) -> Any:
     if expired is not None:
         await credentials.renew(fs, expired)
-    return await fs.set_session()
+    try:
+        return await fs.set_session()
+    except TypeError as error:  # an option that neither s3fs nor the clients below it know
+        raise ValueError(str(error)) from error
 
 
 def _errors() -> tuple[type[BaseException], ...]:
