@@ -25,6 +25,8 @@ MIN_BYTES_PER_SECOND = 1 << 20
 """A body has a second for each of these, and ``FIRST_BYTE_SECONDS`` more."""
 GIVE_UP_SECONDS = 60.0
 """All attempts together have these, and a body's seconds more, unless ``give_up_seconds`` says otherwise."""
+CLIENT_SECONDS = 30.0
+"""Making a client, and asking for credentials to make it with, have these."""
 FIRST_DELAY_SECONDS = 0.1
 MAX_DELAY_SECONDS = 5.0
 
@@ -100,7 +102,7 @@ async def persist(
     client = expired = None
     for number in itertools.count(1):
         try:
-            client = await asyncio.wait_for(_client(fs, expired), limit)
+            client = await asyncio.wait_for(_client(fs, expired), CLIENT_SECONDS)
             return await asyncio.wait_for(attempt(client), limit)
         except Changed:
             raise

@@ -144,7 +144,7 @@ def _find(fs: Any, root: str, url: str) -> dict[str, dict[str, Any]]:
 
 
 def _is_s3(fs: Any) -> bool:
-    return hasattr(fs, "set_session")
+    return "s3" in fs.protocol  # one name or several
 
 
 def _call(fs: Any, size: int | None, name: str, *arguments: Any, **options: Any) -> Any:

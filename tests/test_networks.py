@@ -11,6 +11,7 @@ import uuid
 from itertools import repeat
 
 import pytest
+import stubs
 import trustme
 from fault_proxy import Fault, FaultProxy, ForwardProxy, Request
 
@@ -24,7 +25,7 @@ PASSWORD = "not-a-password-of-anyone"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(attempts, "FIRST_DELAY_SECONDS", 0.02)
-    monkeypatch.setattr(attempts, "GIVE_UP_SECONDS", 1.0)
+    monkeypatch.setattr(attempts, "GIVE_UP_SECONDS", 30.0)
     monkeypatch.setattr(storage, "_filesystems", {})  # clients keep the proxies that they were made with
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
         monkeypatch.delenv(name, raising=False)
@@ -90,8 +91,7 @@ def test_the_authority_of_a_store_may_be_told_by_the_environment(s3, bucket, tls
 SET = r"set AWS_CA_BUNDLE or storage_options' client_kwargs=\{'verify': '/path/to/ca.pem'\}"
 
 
-def test_an_unknown_authority_is_an_error_at_once_that_says_what_to_set(s3, bucket, tls, monkeypatch):
-    monkeypatch.setattr(attempts, "GIVE_UP_SECONDS", 60.0)
+def test_an_unknown_authority_is_an_error_at_once_that_says_what_to_set(s3, bucket, tls):
     options = with_options(s3, endpoint_url=tls.endpoint)
     began = time.monotonic()
     with pytest.raises(ConnectionError, match=rf"d/x.bin cannot be read: .*certificate verify failed.*{SET}"):
@@ -149,6 +149,7 @@ PATH = {"addressing_style": "path"}
 
 @pytest.mark.parametrize("scheme", ["http", "https"])
 def test_a_proxy_that_is_away_is_a_named_error_that_does_not_show_its_password(s3, bucket, monkeypatch, scheme):
+    monkeypatch.setattr(attempts, "GIVE_UP_SECONDS", 0.5)
     monkeypatch.setenv(f"{scheme.upper()}_PROXY", f"http://user:{PASSWORD}@127.0.0.1:9")
     options = with_options(s3, endpoint_url=f"{scheme}://store.test", config_kwargs={"s3": PATH})
     with pytest.raises(ConnectionError, match=r"x.bin could not be read in \d+ attempts: .*proxy") as raised:
@@ -236,6 +237,7 @@ def test_a_bucket_with_dots_in_its_name_is_reached_by_path(s3, forward, monkeypa
 
 
 def test_a_name_that_does_not_resolve_is_a_named_error_after_several_attempts(s3, bucket, monkeypatch):
+    monkeypatch.setattr(attempts, "GIVE_UP_SECONDS", 3.0)
     options = with_options(s3, endpoint_url="http://store-that-is-nowhere.invalid", config_kwargs={"s3": PATH})
     with pytest.raises(ConnectionError, match=r"x.bin could not be read in \d+ attempts: .*nowhere.invalid") as raised:
         storage.read_whole(f"{bucket}d/x.bin", options)
@@ -263,12 +265,12 @@ def test_a_name_that_resolves_later_is_waited_for(s3, bucket, monkeypatch):
 def test_a_store_that_accepts_and_is_silent_is_given_up_by_the_time_outs_of_the_user(s3, bucket):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        options = with_options(s3, endpoint_url=f"http://127.0.0.1:{port}", give_up_seconds=1.5)
-        options["config_kwargs"] = {"read_timeout": 0.4}
+        options = with_options(s3, endpoint_url=f"http://127.0.0.1:{port}", give_up_seconds=4)
+        options["config_kwargs"] = {"read_timeout": 0.8}
         began = time.monotonic()
-        with pytest.raises(ConnectionError, match=r"x.bin could not be read in [2-5] attempts: "):
+        with pytest.raises(ConnectionError, match=r"x.bin could not be read in [2-9] attempts: "):
             storage.read_whole(f"{bucket}d/x.bin", options)
-        assert 0.8 < time.monotonic() - began < 4
+        assert 3 < time.monotonic() - began < 15
 
 
 @pytest.mark.parametrize("seconds", [0, -1, "60", None])
@@ -303,7 +305,7 @@ def test_a_byte_a_second_is_given_up_too(s3, bucket):
         began = time.monotonic()
         with pytest.raises(ConnectionError, match=r"x.bin could not be read in 1 attempts: no answer in time"):
             storage.read_whole(f"{bucket}d/x.bin", options)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 10
 
 
 @pytest.mark.parametrize("endpoint", ["store.test:9000", "http://", "ftp//x"])
@@ -337,6 +339,25 @@ def test_a_listing_goes_on_from_the_page_that_failed(s3, bucket):
         assert sum("continuation-token" not in request.path for request in proxy.requests) == 1
 
 
+def test_keys_with_empty_parts_are_what_the_store_calls_them():
+    """SeaweedFS makes one slash of several, which S3 does not."""
+    keys = ["d//z", "d/a///b", "d/x//y"]
+    entries = "".join(f"<Contents><Key>{key}</Key><Size>9</Size><ETag>tag</ETag></Contents>" for key in keys)
+
+    def answer(asked):
+        if "list-type" in asked.path:
+            return 200, f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"
+        return 206, asked.path[-9:], {"ETag": "tag", "Content-Range": "bytes 0-8/9"}
+
+    with stubs.Stub(answer) as stub:
+        options = {"endpoint_url": stub.endpoint, "key": "k", "secret": "s"}
+        found = storage.find("s3://bucket/d/", options)
+        assert [(item.key, item.url) for item in found] == [(key[2:], f"s3://bucket/{key}") for key in keys]
+        assert [bytes(storage.read(item, 0, 9, options)) for item in found] == [
+            f"/bucket/{key}"[-9:].encode() for key in keys
+        ]
+
+
 def test_options_by_environment_reach_every_request(s3, bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.storage_options["key"])
@@ -344,3 +365,39 @@ def test_options_by_environment_reach_every_request(s3, bucket, monkeypatch):
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     use(bucket, None)
     assert "AWS_ENDPOINT_URL_S3" in os.environ
+
+
+class TestOtherStores:
+    """What the clients of other stores meet, over HTTP as fsspec reads it."""
+
+    def test_a_busy_store_is_asked_again(self):
+        answers = [(503, ""), (500, ""), (429, "")]
+        with stubs.Stub(lambda asked: answers.pop(0) if answers else (200, DATA)) as stub:
+            assert storage.read_whole(f"{stub.endpoint}/x", None) == DATA
+            assert len(stub.requests) == 4
+
+    def test_a_store_that_stays_busy_is_a_named_error(self):
+        with stubs.Stub(lambda asked: (503, "")) as stub:
+            with pytest.raises(ConnectionError, match="/x could not be reached in 4 attempts: 503"):
+                storage.read_whole(f"{stub.endpoint}/x", None)
+
+    def test_a_range_that_comes_short_is_a_named_error(self):
+        with stubs.Stub(lambda asked: (206, DATA[:5])) as stub:
+            item = storage.Object(f"{stub.endpoint}/x", "x", len(DATA), None)
+            with pytest.raises(OSError, match="/x bytes 0 to 9: only 5 bytes came"):
+                storage.read(item, 0, 9)
+
+    def test_a_store_that_is_silent_is_given_up(self, monkeypatch):
+        monkeypatch.setattr(storage, "CALL_SECONDS", 0.2)
+        monkeypatch.setattr(storage, "NUM_TRIES", 2)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            began = time.monotonic()
+            with pytest.raises(OSError, match="/x could not be reached in 2 attempts: no answer"):
+                storage.read_whole(f"http://127.0.0.1:{silent.getsockname()[1]}/x", None)
+            assert time.monotonic() - began < 5
+
+    def test_what_is_not_there_is_an_error_at_once(self):
+        with stubs.Stub(lambda asked: (404, "")) as stub:
+            with pytest.raises(FileNotFoundError, match="/x is not there"):
+                storage.read_whole(f"{stub.endpoint}/x", None)
+            assert len(stub.requests) == 1

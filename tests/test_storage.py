@@ -132,6 +132,12 @@ def test_odd_keys_are_listed_and_read(place, key):
     assert read_all(list_objects(f"{url}{key}x", options)) == [(key, key.encode())]
 
 
+def test_an_empty_range_is_nothing(place):
+    fill(place, "a")
+    listing = list_objects(*place)
+    assert bytes(listing.read(listing.objects[0], 2, 2)) == b""
+
+
 def test_names_that_are_not_utf_8_are_listed_and_read(tmp_path):
     pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.arrow")).write_bytes(b"x")
     assert read_all(list_objects(f"file://{tmp_path}")) == [("\udcff.arrow", b"x")]
