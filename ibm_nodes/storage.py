@@ -1,7 +1,7 @@
 """Object storage: finds objects, reads ranges of them, writes them. The only module that knows fsspec."""
 
 import asyncio
-import itertools
+import contextlib
 import os
 import posixpath
 import threading
@@ -14,13 +14,18 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from ibm_nodes import s3
+from ibm_nodes.attempts import MIN_BYTES_PER_SECOND, Changed, delays
 from ibm_nodes.read_ahead import POLL_SECONDS, check_stopped, counters
 
 T = TypeVar("T")
 Options = Mapping[str, Any] | None
 
 NUM_TRIES = 4
-WRITE_SECONDS = 10.0  # an attempt to write has these, and a second more for each MiB
+"""Attempts at stores other than S3, whose clients have retries of their own."""
+CALL_SECONDS = 60.0
+"""An attempt at a store other than S3 has these, and time for its bytes, if it can be given up at all."""
+GIVE_UP_KEY, DATASETS_KEY = "give_up_seconds", "datasets"
+"""Storage options that are not fsspec's: a deadline, and options of the recipes' single datasets."""
 
 
 class Object(NamedTuple):
@@ -47,10 +52,11 @@ def read(item: Object, start: int, end: int, storage_options: Options = None) ->
     try:
         if isinstance(fs, LocalFileSystem):
             return _read_local(path, start, end, item.version)
-        if hasattr(fs, "set_session"):
+        if _is_s3(fs):
             got: bytearray = _wait(s3.read_range(fs, path, start, end, item.version), fs.loop)
             return got
-        data: bytes = _retried(lambda: _call(fs, "cat_file", path, start=start, end=end), item.url)
+        place = f"{item.url} bytes {start} to {end}"
+        data: bytes = _retried(lambda: _call(fs, end - start, "cat_file", path, start=start, end=end), place)
         if len(data) != end - start:
             raise OSError(
                 f"{item.url} bytes {start} to {end}: only {len(data)} bytes came; has it changed since it was listed?"
@@ -72,16 +78,21 @@ def read_whole(url: str, storage_options: Options = None) -> bytes:
     if isinstance(fs, LocalFileSystem):
         with open(path, "rb") as file:
             return file.read()
-    data: bytes = _retried(lambda: _call(fs, "cat_file", path), url)
+    if _is_s3(fs):
+        whole: bytes = _wait(s3.read_whole(fs, path), fs.loop)
+        return whole
+    data: bytes = _retried(lambda: _call(fs, 0, "cat_file", path), url)
     return data
 
 
 def write(url: str, data: bytes, storage_options: Options = None) -> None:
     """Writes an object whole or not at all: one PUT, or a temporary file, fsync and rename."""
     fs, path = _filesystem(url, storage_options)
+    if _is_s3(fs):
+        _wait(s3.write(fs, path, data), fs.loop)
+        return
     if not isinstance(fs, LocalFileSystem):
-        limit = WRITE_SECONDS + len(data) / s3.MIN_BYTES_PER_SECOND
-        _retried(lambda: _call(fs, "pipe_file", path, data, limit_seconds=limit), url)
+        _retried(lambda: _call(fs, len(data), "pipe_file", path, data), url)
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f"{path}.{os.getpid()}.tmp"
@@ -96,10 +107,11 @@ def delete(urls: list[str], storage_options: Options = None) -> None:
     """Deletes objects; one that is not there any more is no error."""
     for url in urls:
         fs, path = _filesystem(url, storage_options)
-        try:
-            _retried(partial(_call, fs, "rm_file", path), url)
-        except FileNotFoundError:
+        if _is_s3(fs):
+            _wait(s3.delete(fs, path), fs.loop)
             continue
+        with contextlib.suppress(FileNotFoundError):
+            _retried(partial(_call, fs, 0, "rm_file", path), url)
 
 
 def find(url: str, storage_options: Options = None) -> list[Object]:
@@ -113,7 +125,7 @@ def find(url: str, storage_options: Options = None) -> list[Object]:
     _wait_for_turn(fs)
     objects = []
     for path, info in _find(fs, root, url).items():
-        key = path[len(root) :].lstrip("/")
+        key = path[len(root.rstrip("/")) + 1 :]
         full = f"{url.rstrip('/')}/{key}" if key else url
         objects.append(Object(full, key or posixpath.basename(path), int(info["size"]), _version(info)))
     return objects
@@ -137,7 +149,11 @@ def _wait_for_turn(fs: Any) -> None:
 
 def _find(fs: Any, root: str, url: str) -> dict[str, dict[str, Any]]:
     """Finds the files under a prefix, with sizes and versions; a link on a disk is the file that it leads to."""
-    found = _retried(lambda: _call(fs, "find", root, detail=True), url)
+    if _is_s3(fs):
+        bucket = root.partition("/")[0]
+        listed = _wait(s3.find(fs, root, url), fs.loop)
+        return {f"{bucket}/{item['Key']}": {"size": item["Size"], **item} for item in listed}
+    found = _retried(lambda: _call(fs, None, "find", root, detail=True), url)
     for path, info in found.items():
         if info.get("islink") and os.path.isfile(path):
             status = os.stat(path)
@@ -145,13 +161,15 @@ def _find(fs: Any, root: str, url: str) -> dict[str, dict[str, Any]]:
     return {path: info for path, info in found.items() if info["type"] == "file"}
 
 
-def _call(fs: Any, name: str, *arguments: Any, limit_seconds: float | None = None, **options: Any) -> Any:
-    """Calls a method of a filesystem; a wait for the network can be given up, and has a limit where clients have none.
+def _is_s3(fs: Any) -> bool:
+    return "s3" in fs.protocol  # one name or several
 
-    aiohttp waits for ever for the "100 Continue" before the body of a PUT.
-    """
+
+def _call(fs: Any, size: int | None, name: str, *arguments: Any, **options: Any) -> Any:
+    """Calls a method of a filesystem; where that is possible, a wait can be given up, and has a limit by its bytes."""
     if getattr(fs, "async_impl", False):
-        return _wait(asyncio.wait_for(getattr(fs, f"_{name}")(*arguments, **options), limit_seconds), fs.loop)
+        limit = None if size is None else CALL_SECONDS + size / MIN_BYTES_PER_SECOND
+        return _wait(asyncio.wait_for(getattr(fs, f"_{name}")(*arguments, **options), limit), fs.loop)
     return getattr(fs, name)(*arguments, **options)
 
 
@@ -161,7 +179,7 @@ def _read_local(path: str, start: int, end: int, version: str | None) -> bytes:
     try:
         status = os.fstat(file)
         if version is not None and version != f"{status.st_size}-{status.st_mtime!r}":
-            raise OSError(f"{path} has changed since it was listed: the run's data would be mixed; list again")
+            raise Changed(path)
         parts: list[bytes] = []
         while start < end:
             part = os.pread(file, end - start, start)
@@ -202,17 +220,28 @@ def _filesystem(url: str, storage_options: Options) -> tuple[Any, str]:
     """Gives the process's own client for a URL, made at the first use in this process, and the path in it."""
     protocol = fsspec.utils.get_protocol(url)
     options = dict(storage_options or {})
-    key = (os.getpid(), protocol, repr(sorted(options.items(), key=str)))
+    give_up_seconds = _give_up_seconds(options)
+    key = (os.getpid(), protocol, repr((give_up_seconds, sorted(options.items(), key=str))))
     with _filesystems_lock:
         if key not in _filesystems:
             if protocol in ("s3", "s3a"):
                 options = s3.client_options(options)
             try:
                 _filesystems[key] = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+                _filesystems[key].give_up_seconds = give_up_seconds
             except (TypeError, ValueError, ImportError) as error:
                 raise ValueError(f"{url} cannot be opened: {error}: check the URL and storage_options") from error
         fs = _filesystems[key]
     return fs, fs._strip_protocol(url)
+
+
+def _give_up_seconds(options: dict[str, Any]) -> float | None:
+    """Takes what is not fsspec's out of its options."""
+    options.pop(DATASETS_KEY, None)
+    seconds = options.pop(GIVE_UP_KEY, None)
+    if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
+        raise ValueError(f"{GIVE_UP_KEY} in storage_options must be a number of seconds above 0, got {seconds!r}")
+    return seconds
 
 
 def _forget_lock() -> None:
@@ -225,8 +254,7 @@ os.register_at_fork(after_in_child=_forget_lock)
 
 def _retried(call: Callable[[], T], url: str) -> T:
     """Calls fsspec, again where that may help; what escapes from the clients below it becomes a built-in error."""
-    delay = s3.FIRST_DELAY_SECONDS
-    for attempt in itertools.count(1):
+    for attempt, pause in enumerate(delays(), 1):
         check_stopped()
         try:
             return call()
@@ -235,19 +263,23 @@ def _retried(call: Callable[[], T], url: str) -> T:
         except PermissionError as error:
             raise PermissionError(f"{url} cannot be read: {error}: check the credentials and the policy") from error
         except _client_errors() as error:
-            if type(error).__name__ in ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"):
-                raise PermissionError(f"{url} cannot be read: {error}: give storage_options, or anon=True") from error
             if attempt == NUM_TRIES:
                 kind = OSError if isinstance(error, OSError) else ConnectionError
-                raise kind(f"{url} could not be reached in {attempt} attempts: {error}") from error
-        time.sleep(delay)
-        delay *= 4
+                raise kind(f"{url} could not be reached in {attempt} attempts: {str(error) or 'no answer'}") from error
+        _pause(4 * pause)
     raise AssertionError("unreachable")
+
+
+def _pause(seconds: float) -> None:
+    """Sleeps, unless the thread is told to stop waiting."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        check_stopped()
+        time.sleep(min(left, POLL_SECONDS))
 
 
 def _client_errors() -> tuple[type[BaseException], ...]:
     """Gives what may escape from the clients below fsspec, which share no base class."""
     import aiohttp
-    import botocore.exceptions
 
-    return (OSError, aiohttp.ClientError, botocore.exceptions.BotoCoreError, botocore.exceptions.ClientError)
+    return (OSError, aiohttp.ClientError)

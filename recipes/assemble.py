@@ -44,6 +44,10 @@ class Text(NamedTuple):
     allow_special_tokens: bool = False
     storage_options: Mapping[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        """Leaves the storage options out, which may hold keys."""
+        return f"Text{self[:3]!r}"
+
 
 def mix(
     shard: int,

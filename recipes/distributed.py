@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 DATA_DIMENSIONS = {"batch", "data", "ddp", "dp", "dp_replicate", "dp_shard", "fsdp", "replicate", "shard"}
 MODEL_DIMENSIONS = {"context", "cp", "model", "pipeline", "pp", "sp", "tensor", "tp"}
+OURS = ("datasets", "give_up_seconds")
+"""What storage options may say to us and not to fsspec."""
 
 
 def data_parallel(rank: int | None, world_size: int | None, mesh: DeviceMesh | None) -> tuple[int, int]:
@@ -131,9 +133,28 @@ def list_all(datasets: Mapping[str, str], storage_options: Mapping[str, Any] | N
     """Lists what is under the prefix of each dataset.
 
     Raises:
-        ValueError: if there is no dataset.
+        ValueError: if there is no dataset, or storage_options are for one that is not there.
         FileNotFoundError, PermissionError, ConnectionError: if one cannot be listed.
     """
     if not datasets:
         raise ValueError("datasets must not be empty")
-    return {name: list_dataset(url, storage_options=storage_options) for name, url in datasets.items()}
+    options = options_by_dataset(datasets, storage_options)
+    return {name: list_dataset(url, storage_options=options[name]) for name, url in datasets.items()}
+
+
+def options_by_dataset(datasets: Iterable[str], storage_options: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Gives the storage options of each dataset: the common ones, and over them its own, under ``"datasets"``.
+
+    Raises:
+        ValueError: if some are for a dataset that is not there.
+    """
+    common, names = dict(storage_options or {}), sorted(datasets)
+    own = common.pop("datasets", {})
+    if unknown := sorted(set(own) - set(names)):
+        raise ValueError(f"storage_options['datasets'] must be for the datasets {names}, got {unknown} too")
+    return {name: {**common, **(own.get(name) or {})} for name in names}
+
+
+def fsspec_options(storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Gives storage options without those that fsspec does not know."""
+    return {name: value for name, value in (storage_options or {}).items() if name not in OURS}

@@ -67,7 +67,8 @@ def long_context(
         context_parallel: (rank, size) in the context-parallel group, to be given that rank's slice of each batch; leave
             it out where the trainer slices.
         pin_memory: page-locked batches; None where CUDA is available.
-        storage_options: fsspec's options for the store: key, secret, endpoint_url, anon, profile ...
+        storage_options: fsspec's options for the store: key, secret, endpoint_url, anon, profile ...;
+            under ``datasets``, by name, those of one dataset alone.
         rank: data-parallel rank; else from the mesh, torch.distributed, torchrun, or 0.
         world_size: number of data-parallel ranks; else as rank.
         mesh: device mesh whose dimensions have names; members of a tensor-parallel group get equal batches.

@@ -51,13 +51,14 @@ def is_installed() -> bool:
 
 
 @contextlib.contextmanager
-def serve(directory: str | os.PathLike[str]) -> Iterator[ObjectStore]:
+def serve(directory: str | os.PathLike[str], *, flags: Sequence[str] = ()) -> Iterator[ObjectStore]:
     """Runs an empty S3 server on free ports of 127.0.0.1 for the time of a ``with`` block.
 
     However the block or the process ends (an exception, Ctrl-C, SIGKILL), the server, its data and its sockets go too.
 
     Args:
         directory: Where the server puts its data, and its log, which stays. Made if missing.
+        flags: More flags of ``weed mini``.
 
     Raises:
         FileNotFoundError: SeaweedFS is not installed.
@@ -73,7 +74,7 @@ def serve(directory: str | os.PathLike[str]) -> Iterator[ObjectStore]:
     key, secret = secrets.token_hex(10), secrets.token_hex(20)
     for _ in range(3):  # between choosing a port and binding it, another process may take it
         ports = _free_ports()
-        with _guarded(weed, ports, log, {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}) as guard:
+        with _guarded(weed, ports, log, flags, {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}) as guard:
             if _becomes_ready(guard, ports[_S3_PORT]):
                 endpoint = f"http://127.0.0.1:{ports[_S3_PORT]}"
                 options = {"key": key, "secret": secret, "endpoint_url": endpoint}
@@ -124,14 +125,14 @@ def _free_ports() -> dict[str, int]:
 
 @contextlib.contextmanager
 def _guarded(
-    weed: str, ports: dict[str, int], log: Path, credentials: dict[str, str]
+    weed: str, ports: dict[str, int], log: Path, flags: Sequence[str], credentials: dict[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     data = tempfile.mkdtemp(prefix="weed-", dir=log.parent)
     command = [weed, "-logtostderr", "mini", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += ["-master.telemetry=false", "-webdav=false", "-admin.ui=false", "-s3.autoCreateBucket=false"]
     # Each bucket takes a volume of its own; by default there are as many as free gigabytes of the disk.
     command += ["-volume.max=100000", "-master.volumeSizeLimitMB=128"]
-    command += ["-s3.port.iceberg=0", "-s3.port.lance=0", *(f"-{name}={port}" for name, port in ports.items())]
+    command += ["-s3.port.iceberg=0", "-s3.port.lance=0", *(f"-{name}={port}" for name, port in ports.items()), *flags]
     numbers = ",".join(map(str, ports.values()))
     with log.open("ab") as output:
         guard = subprocess.Popen(

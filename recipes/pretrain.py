@@ -74,7 +74,8 @@ def pretrain(
         prefetch_factor: batches that are ready ahead of the consumer.
         shift_labels: False for models that shift inside, as Hugging Face's do; True: the label is the next token.
         pin_memory: page-locked batches; None where CUDA is available.
-        storage_options: fsspec's options for the store: key, secret, endpoint_url, anon, profile ...
+        storage_options: fsspec's options for the store: key, secret, endpoint_url, anon, profile ...;
+            under ``datasets``, by name, those of one dataset alone.
         rank: data-parallel rank; else from the mesh, torch.distributed, torchrun, or 0.
         world_size: number of data-parallel ranks; else as rank.
         mesh: device mesh whose dimensions have names; members of a tensor-parallel group get equal batches.

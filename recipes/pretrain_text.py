@@ -71,7 +71,8 @@ def pretrain_text(
         prefetch_factor: batches that are ready ahead of the consumer.
         shift_labels: False for models that shift inside, as Hugging Face's do; True: the label is the next token.
         pin_memory: page-locked batches; None where CUDA is available.
-        storage_options: fsspec's options for the store of the datasets and the tokenizer.
+        storage_options: fsspec's options for the store of the datasets and the tokenizer; under ``datasets``,
+            by name, those of one dataset alone.
         rank: data-parallel rank; else from the mesh, torch.distributed, torchrun, or 0.
         world_size: number of data-parallel ranks; else as rank.
         mesh: device mesh whose dimensions have names.

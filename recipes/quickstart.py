@@ -15,7 +15,7 @@ import torch
 from ibm_nodes import Loader, checkpoint, list_dataset
 from ibm_nodes.recipes import object_store
 from ibm_nodes.recipes.corpus import EOS_ID, VOCAB_SIZE, build_corpus
-from ibm_nodes.recipes.distributed import from_rank_zero
+from ibm_nodes.recipes.distributed import from_rank_zero, fsspec_options
 from ibm_nodes.recipes.pretrain import pretrain
 
 WEIGHTS = {"code": 0.7, "prose": 0.3}
@@ -130,7 +130,7 @@ def _corpus(url: str, storage_options: Mapping[str, Any] | None) -> dict[str, st
         for dataset in datasets.values():
             list_dataset(dataset, storage_options=storage_options)
     except FileNotFoundError:
-        return build_corpus(url, dict(storage_options or {}))
+        return build_corpus(url, fsspec_options(storage_options))
     return datasets
 
 

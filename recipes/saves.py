@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ibm_nodes import Loader
 from ibm_nodes.checkpoint import Stateful, latest
-from ibm_nodes.recipes.distributed import from_rank_zero
+from ibm_nodes.recipes.distributed import from_rank_zero, fsspec_options
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Saves:
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep must be at least 1 or None, got {keep}")
-        self.url, self.keep, self.storage_options = url.rstrip("/"), keep, dict(storage_options or {})
+        self.url, self.keep, self.storage_options = url.rstrip("/"), keep, fsspec_options(storage_options)
         self._parts = {"app": _App(model, optimizer), "loader": Stateful(loader)}
         from_rank_zero(partial(_prove_writable, self.url, self.storage_options))
         self._group = dist.new_group(backend="gloo")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import re
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -40,7 +41,8 @@ class Fault:
     Attributes:
         status, code: answer this error, and do not ask the server.
         after: send this many bytes of the body, or nothing at all if it is negative; then do what ``then`` says.
-        then: "reset" or "close" the connection, or "hang" until the client goes away.
+        then: "reset" or "close" the connection, "hang" until the client goes away, or "stall" for ``stall_seconds`` and
+            then send the rest.
         cut: leave out this many last bytes of the body, with a Content-Length that says so.
         rate: send this many bytes a second.
         before: called before the server is asked.
@@ -51,10 +53,14 @@ class Fault:
     code: str = ""
     after: int | None = None
     then: str = "reset"
+    stall_seconds: float = 5.0
     cut: int = 0
     rate: int = 0
     before: Callable[[], object] | None = None
     delay: float = 0
+
+    def ends_before_the_answer(self) -> bool:
+        return self.after is not None and self.after < 0 and self.then != "stall"
 
 
 class Ended(Exception):
@@ -65,10 +71,12 @@ class Ended(Exception):
 class FaultProxy:
     """Serves on 127.0.0.1 in a thread of its own, for the time of a ``with`` block.
 
-    Passes Host on as it came, so that signatures made for the proxy stay valid at the server.
+    Passes Host on as it came, so that signatures made for the proxy stay valid at the server. With ``tls``, a server's
+    context, it ends TLS, too.
     """
 
     server: str
+    tls: ssl.SSLContext | None = None
     requests: list[Request] = field(default_factory=list)
     connections: int = 0
 
@@ -101,8 +109,8 @@ class FaultProxy:
 
     async def _serve(self, started: threading.Event) -> None:
         self._stopped = asyncio.Event()
-        listening = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.endpoint = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        listening = await asyncio.start_server(self._accept, "127.0.0.1", 0, ssl=self.tls)
+        self.endpoint = f"{'https' if self.tls else 'http'}://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
         started.set()
         await self._stopped.wait()
         listening.close()
@@ -117,14 +125,13 @@ class FaultProxy:
         try:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError, Ended):
                 while True:
-                    await self._answer(reader, writer)
+                    await self._answer(await reader.readuntil(b"\r\n\r\n"), reader, writer)
         finally:
             self.connections -= 1
             self._tasks.discard(task)
             writer.close()
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
+    async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first, *lines = head.decode("latin-1").rstrip("\r\n").split("\r\n")
         method, path, _ = first.split(" ")
         request = Request(
@@ -140,31 +147,52 @@ class FaultProxy:
         if fault.status:
             body = f"<Error><Code>{fault.code}</Code><Message>spoiled</Message></Error>".encode()
             start = f"HTTP/1.1 {fault.status} Spoiled\r\n".encode()
-        elif fault.after is not None and fault.after < 0:
+        elif fault.ends_before_the_answer():
             await self._end(fault.then, reader, writer)
         else:
             start, body = await self._ask(method, path, lines, data)
         body = body[: len(body) - fault.cut]
         if method != "HEAD":
             start += f"Content-Length: {len(body)}\r\n".encode()
-        writer.write(start + b"\r\n")
+        send = self._stall if fault.then == "stall" and fault.after is not None else self._send
+        await send(start + b"\r\n", body, fault, writer)
+        if fault.after is not None and fault.then != "stall":
+            await self._end(fault.then, reader, writer)
+
+    async def _send(self, head: bytes, body: bytes, fault: Fault, writer: asyncio.StreamWriter) -> None:
+        writer.write(head)
         for part in self._parts(body[: fault.after], fault.rate):
             writer.write(part)
             await writer.drain()
             if fault.rate:
                 await asyncio.sleep(len(part) / fault.rate)
-        if fault.after is not None:
-            await self._end(fault.then, reader, writer)
+
+    async def _stall(self, head: bytes, body: bytes, fault: Fault, writer: asyncio.StreamWriter) -> None:
+        if fault.after >= 0:
+            writer.write(head + body[: fault.after])
+            head, body = b"", body[fault.after :]
+        await asyncio.sleep(fault.stall_seconds)
+        writer.write(head + body)
+        await writer.drain()
 
     async def _hear(self, request: Request, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
         if request.headers.get("expect") == "100-continue":
             writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        return await reader.readexactly(int(request.headers.get("content-length", 0)))
+        if request.headers.get("transfer-encoding", "") != "chunked":
+            return await reader.readexactly(int(request.headers.get("content-length", 0)))
+        data = b""
+        while size := int(await reader.readline(), 16):
+            data += (await reader.readexactly(size + 2))[:-2]
+        await reader.readline()
+        return data
 
     async def _ask(self, method: str, path: str, lines: list[str], data: bytes) -> tuple[bytes, bytes]:
         """Asks the server by HTTP/1.0, so that it answers without chunks and then closes."""
         address = urlsplit(self.server)
         reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        if any(line.lower() == "transfer-encoding: chunked" for line in lines):
+            lines = [line for line in lines if not line.lower().startswith("transfer-encoding:")]
+            lines.append(f"Content-Length: {len(data)}")
         try:
             writer.write("\r\n".join([f"{method} {path} HTTP/1.0", *lines, "", ""]).encode("latin-1") + data)
             head = (await reader.readuntil(b"\r\n\r\n")).removesuffix(b"\r\n")
@@ -189,3 +217,31 @@ class FaultProxy:
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
         raise Ended
+
+
+class ForwardProxy(FaultProxy):
+    """A proxy as HTTP_PROXY and HTTPS_PROXY name one: any host that is asked for is ``server``, or ``tls_server``."""
+
+    def __init__(self, server: str, tls_server: str = "") -> None:
+        super().__init__(server)
+        self.tls_server = tls_server
+        self.tunnels: list[str] = []
+
+    async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not head.startswith(b"CONNECT "):
+            await super()._answer(head, reader, writer)
+            return
+        self.tunnels.append(head.split()[1].decode())
+        address = urlsplit(self.tls_server)
+        there, back = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+        await asyncio.gather(self._pipe(reader, back), self._pipe(there, writer))
+        raise Ended
+
+    async def _pipe(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        try:
+            while part := await source.read(1 << 16):
+                target.write(part)
+                await target.drain()
+        finally:
+            target.close()

@@ -366,7 +366,7 @@ class TestOtherRandomness:
 @pytest.fixture
 def s3_server(s3, monkeypatch):
     """The server, asked again at once where it has failed."""
-    monkeypatch.setattr("ibm_nodes.s3.FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr("ibm_nodes.attempts.FIRST_DELAY_SECONDS", 0.01)
     return s3
 
 

@@ -12,7 +12,7 @@ import fsspec
 import pytest
 from sources import read_all
 
-from ibm_nodes import Reader, s3, storage
+from ibm_nodes import Reader, attempts, storage
 from ibm_nodes.listing import CACHED_FILES, Listing, ListingSession, current_session, list_objects
 from ibm_nodes.read_ahead import counters
 from ibm_nodes.recipes import object_store
@@ -132,6 +132,12 @@ def test_odd_keys_are_listed_and_read(place, key):
     assert read_all(list_objects(f"{url}{key}x", options)) == [(key, key.encode())]
 
 
+def test_an_empty_range_is_nothing(place):
+    fill(place, "a")
+    listing = list_objects(*place)
+    assert bytes(listing.read(listing.objects[0], 2, 2)) == b""
+
+
 def test_names_that_are_not_utf_8_are_listed_and_read(tmp_path):
     pathlib.Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.arrow")).write_bytes(b"x")
     assert read_all(list_objects(f"file://{tmp_path}")) == [("\udcff.arrow", b"x")]
@@ -244,10 +250,9 @@ def test_no_credentials_at_all_is_an_error_that_says_what_to_give(remote, monkey
 
 
 def test_a_server_that_is_not_there_is_an_error_that_names_the_prefix(remote, monkeypatch):
-    monkeypatch.setattr(s3, "FIRST_DELAY_SECONDS", 0.01)
-    monkeypatch.setattr(storage, "NUM_TRIES", 2)
+    monkeypatch.setattr(attempts, "GIVE_UP_SECONDS", 0.3)
     url, options = remote
-    with pytest.raises(OSError, match=f"{url} could not be reached in 2 attempts: .*127.0.0.1:9"):
+    with pytest.raises(OSError, match=f"{url} could not be listed in \\d+ attempts: .*127.0.0.1:9"):
         list_objects(url, {**options, "endpoint_url": "http://127.0.0.1:9"})
 
 
