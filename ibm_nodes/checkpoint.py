@@ -7,16 +7,18 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from ibm_nodes.archive import decode, encode, pack, unpack
+from ibm_nodes.listing import Listing, decode_listing
 from ibm_nodes.loader import Loader
 from ibm_nodes.node import render
 from ibm_nodes.settings import check_graph, derive_lineage, describe, differences, find_sharder
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.state import SHARDS_KEY, merge
 from ibm_nodes.stateful import Stateful
-from ibm_nodes.storage import Object, Options, delete, find, read, write
+from ibm_nodes.storage import Object, Options, delete, find, read, read_whole, write
 
 __all__ = ["Checkpoint", "Saved", "Stateful", "choose", "latest", "load", "save"]
 
@@ -70,6 +72,7 @@ class _Saving(Future[None]):
         self.target = target
 
 
+_listings_written: "weakref.WeakKeyDictionary[Loader[Any], set[str]]" = weakref.WeakKeyDictionary()
 _in_flight: "weakref.WeakKeyDictionary[Loader[Any], list[_Saving]]" = weakref.WeakKeyDictionary()
 
 
@@ -77,6 +80,9 @@ def save(
     loader: Loader[Any], url: str, *, step: int, keep: int | None = None, storage_options: Options = None
 ) -> "Future[None]":
     """Saves the loader's state after the last batch handed out, and returns at once.
+
+    Beside the steps, under ``listings/``, the keys and sizes of the datasets' files are kept, each listing by one of
+    the ranks, so that it can be told later which of them have changed. They are never deleted.
 
     A snapshot is taken here; plain data is made of it and written in the background, as one object of this rank. No
     rank waits for another. Up to four saves are written side by side; one more waits for the oldest, and none is
@@ -113,6 +119,8 @@ def save(
     root = url.rstrip("/")
     target = f"{root}/step-{step:08}/{file_name(lineage, sharder.rank, sharder.world_size)}"
     future = _Saving(target)
+    written = _listings_written.setdefault(loader, set())
+    listings = _own_listings(root, sharder, written)
     same_file = [other for other in before if other.target == target]
     before.append(future)
 
@@ -122,6 +130,7 @@ def save(
             wait(same_file)
             state = render(taken)
             shards = {shard: pack(own) for shard, own in state[SHARDS_KEY].items()}
+            _write_listings(listings, written, storage_options)
             write(target, encode({**content, "state": {**state, SHARDS_KEY: shards}}), storage_options)
             if keep is not None:
                 _delete_old(root, keep, step, sharder.rank, sharder.world_size, storage_options)
@@ -170,6 +179,7 @@ def load(
     if chosen is None:
         return None
     sharder = find_sharder(loader)
+    sharder.saved_listings = partial(read_saved_listing, url, storage_options=storage_options)
     stride = math.gcd(chosen.world_size, sharder.world_size)
     try:
         files = [chosen.files[rank] for rank in range(sharder.rank % stride, chosen.world_size, stride)]
@@ -256,6 +266,38 @@ def read_saved(item: Object, storage_options: Options = None) -> dict[str, Any]:
     shards = content["state"][SHARDS_KEY]
     content["state"] = {**content["state"], SHARDS_KEY: {shard: unpack(packed) for shard, packed in shards.items()}}
     return content
+
+
+def read_saved_listing(url: str, digest: str, storage_options: Options = None) -> Listing | None:
+    """Reads the listing that ``save`` kept of a dataset, or gives None if it is not there or damaged."""
+    place = _listing_place(url.rstrip("/"), digest)
+    try:
+        return decode_listing(read_whole(place, storage_options), place)
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        logger.warning("a saved listing is left out: %s", error)
+        return None
+
+
+def _own_listings(root: str, sharder: Sharder[Any], written: set[str]) -> dict[str, Listing]:
+    """Gives the listings that this rank still has to keep, by place: each is one rank's, agreed on without a word."""
+    mine = {
+        _listing_place(root, digest): listing
+        for digest, listing in sharder.used_listings().items()
+        if int(digest, 16) % sharder.world_size == sharder.rank
+    }
+    return {place: listing for place, listing in mine.items() if place not in written}
+
+
+def _write_listings(listings: dict[str, Listing], written: set[str], storage_options: Options) -> None:
+    for place, listing in listings.items():
+        write(place, listing.encode(), storage_options)
+        written.add(place)
+
+
+def _listing_place(root: str, digest: str) -> str:
+    return f"{root}/listings/{digest}.jsonl.gz"
 
 
 def _merge(contents: list[dict[str, Any]], files: list[Object], chosen: Saved) -> dict[str, Any]:
