@@ -72,7 +72,7 @@ class _Saving(Future[None]):
         self.target = target
 
 
-_listings_written: "weakref.WeakKeyDictionary[Loader[Any], set[str]]" = weakref.WeakKeyDictionary()
+_listings_claimed: "weakref.WeakKeyDictionary[Loader[Any], set[str]]" = weakref.WeakKeyDictionary()
 _in_flight: "weakref.WeakKeyDictionary[Loader[Any], list[_Saving]]" = weakref.WeakKeyDictionary()
 
 
@@ -119,8 +119,8 @@ def save(
     root = url.rstrip("/")
     target = f"{root}/step-{step:08}/{file_name(lineage, sharder.rank, sharder.world_size)}"
     future = _Saving(target)
-    written = _listings_written.setdefault(loader, set())
-    listings = _own_listings(root, sharder, written)
+    claimed = _listings_claimed.setdefault(loader, set())
+    listings = _claim_listings(root, sharder, claimed)
     same_file = [other for other in before if other.target == target]
     before.append(future)
 
@@ -130,7 +130,7 @@ def save(
             wait(same_file)
             state = render(taken)
             shards = {shard: pack(own) for shard, own in state[SHARDS_KEY].items()}
-            _write_listings(listings, written, storage_options)
+            _write_listings(listings, claimed, storage_options)
             write(target, encode({**content, "state": {**state, SHARDS_KEY: shards}}), storage_options)
             if keep is not None:
                 _delete_old(root, keep, step, sharder.rank, sharder.world_size, storage_options)
@@ -280,20 +280,25 @@ def read_saved_listing(url: str, digest: str, storage_options: Options = None) -
         return None
 
 
-def _own_listings(root: str, sharder: Sharder[Any], written: set[str]) -> dict[str, Listing]:
-    """Gives the listings that this rank still has to keep, by place: each is one rank's, agreed on without a word."""
+def _claim_listings(root: str, sharder: Sharder[Any], claimed: set[str]) -> dict[str, Listing]:
+    """Gives the listings that this rank has to keep now, by place: each is one rank's and one save's."""
     mine = {
         _listing_place(root, digest): listing
         for digest, listing in sharder.used_listings().items()
         if int(digest, 16) % sharder.world_size == sharder.rank
     }
-    return {place: listing for place, listing in mine.items() if place not in written}
+    new = {place: listing for place, listing in mine.items() if place not in claimed}
+    claimed.update(new)
+    return new
 
 
-def _write_listings(listings: dict[str, Listing], written: set[str], storage_options: Options) -> None:
-    for place, listing in listings.items():
-        write(place, listing.encode(), storage_options)
-        written.add(place)
+def _write_listings(listings: dict[str, Listing], claimed: set[str], storage_options: Options) -> None:
+    try:
+        for place, listing in listings.items():
+            write(place, listing.encode(), storage_options)
+    except BaseException:
+        claimed.difference_update(listings)  # the next save tries again
+        raise
 
 
 def _listing_place(root: str, digest: str) -> str:

@@ -45,7 +45,7 @@ def encode(url: str, is_one: bool, objects: Sequence[Object], companions: Sequen
     for item in (*objects, *companions):
         lines.append([item.key, item.size, *([] if item.version is None else [item.version])])
     text = "".join(json.dumps(line) + "\n" for line in lines)  # in ASCII: keys need not be UTF-8
-    return gzip.compress(text.encode(), mtime=0)
+    return gzip.compress(text.encode(), 1, mtime=0)
 
 
 def decode(data: bytes, place: str) -> Entries:

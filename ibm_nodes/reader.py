@@ -147,7 +147,7 @@ class Reader(Node[Any]):
             if self.began_again:
                 state = {**fresh, "skipped": state["skipped"]}
             expected = None
-        self._settings: dict[str, Any] = state[self.SETTINGS_KEY]
+        self._settings: dict[str, Any] = dict(state[self.SETTINGS_KEY])
         self._at = Cursor(state["epoch"], bool(state["whole"]), state["file"], state["block"])
         self._row: int = state["row"]
         self._documents: int = state["documents"]
@@ -221,8 +221,7 @@ class Reader(Node[Any]):
         block = self._result()
         if late and self._settings["listing"] is not None:
             self._depth = min(self._depth + 1, MAX_DEPTH)
-        if self._settings["listing"] is None:
-            self._settings = {**self._settings, "listing": block.listing}
+        self._settings["listing"] = block.listing  # also for snapshots taken before, of which items may be handed out
         self._block, self._ask_at = block, block.ask_at
         if self._depth > 1:
             self._ask()
@@ -296,7 +295,7 @@ class Reader(Node[Any]):
 
 def _state(settings: dict[str, Any], at: Cursor, row: int, documents: int, skipped: int, passes: float) -> State:
     return {
-        Reader.SETTINGS_KEY: settings,
+        Reader.SETTINGS_KEY: settings.copy(),
         "epoch": at.epoch,
         "whole": at.whole,
         "file": at.file,
