@@ -10,15 +10,15 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from ibm_nodes import saved_listings
 from ibm_nodes.archive import decode, encode, pack, unpack
-from ibm_nodes.listing import Listing, decode_listing
 from ibm_nodes.loader import Loader
 from ibm_nodes.node import render
 from ibm_nodes.settings import check_graph, derive_lineage, describe, differences, find_sharder
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.state import SHARDS_KEY, merge
 from ibm_nodes.stateful import Stateful
-from ibm_nodes.storage import Object, Options, delete, find, read, read_whole, write
+from ibm_nodes.storage import Object, Options, delete, find, read, write
 
 __all__ = ["Checkpoint", "Saved", "Stateful", "choose", "latest", "load", "save"]
 
@@ -120,7 +120,7 @@ def save(
     target = f"{root}/step-{step:08}/{file_name(lineage, sharder.rank, sharder.world_size)}"
     future = _Saving(target)
     claimed = _listings_claimed.setdefault(loader, set())
-    listings = _claim_listings(root, sharder, claimed)
+    listings = saved_listings.claim(root, sharder, claimed)
     same_file = [other for other in before if other.target == target]
     before.append(future)
 
@@ -130,7 +130,7 @@ def save(
             wait(same_file)
             state = render(taken)
             shards = {shard: pack(own) for shard, own in state[SHARDS_KEY].items()}
-            _write_listings(listings, claimed, storage_options)
+            saved_listings.write_claimed(listings, claimed, storage_options)
             write(target, encode({**content, "state": {**state, SHARDS_KEY: shards}}), storage_options)
             if keep is not None:
                 _delete_old(root, keep, step, sharder.rank, sharder.world_size, storage_options)
@@ -179,7 +179,7 @@ def load(
     if chosen is None:
         return None
     sharder = find_sharder(loader)
-    sharder.saved_listings = partial(read_saved_listing, url, storage_options=storage_options)
+    sharder.saved_listings = partial(saved_listings.read, url, storage_options=storage_options)
     stride = math.gcd(chosen.world_size, sharder.world_size)
     try:
         files = [chosen.files[rank] for rank in range(sharder.rank % stride, chosen.world_size, stride)]
@@ -266,43 +266,6 @@ def read_saved(item: Object, storage_options: Options = None) -> dict[str, Any]:
     shards = content["state"][SHARDS_KEY]
     content["state"] = {**content["state"], SHARDS_KEY: {shard: unpack(packed) for shard, packed in shards.items()}}
     return content
-
-
-def read_saved_listing(url: str, digest: str, storage_options: Options = None) -> Listing | None:
-    """Reads the listing that ``save`` kept of a dataset, or gives None if it is not there or damaged."""
-    place = _listing_place(url.rstrip("/"), digest)
-    try:
-        return decode_listing(read_whole(place, storage_options), place)
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        logger.warning("a saved listing is left out: %s", error)
-        return None
-
-
-def _claim_listings(root: str, sharder: Sharder[Any], claimed: set[str]) -> dict[str, Listing]:
-    """Gives the listings that this rank has to keep now, by place: each is one rank's and one save's."""
-    mine = {
-        _listing_place(root, digest): listing
-        for digest, listing in sharder.used_listings().items()
-        if int(digest, 16) % sharder.world_size == sharder.rank
-    }
-    new = {place: listing for place, listing in mine.items() if place not in claimed}
-    claimed.update(new)
-    return new
-
-
-def _write_listings(listings: dict[str, Listing], claimed: set[str], storage_options: Options) -> None:
-    try:
-        for place, listing in listings.items():
-            write(place, listing.encode(), storage_options)
-    except BaseException:
-        claimed.difference_update(listings)  # the next save tries again
-        raise
-
-
-def _listing_place(root: str, digest: str) -> str:
-    return f"{root}/listings/{digest}.jsonl.gz"
 
 
 def _merge(contents: list[dict[str, Any]], files: list[Object], chosen: Saved) -> dict[str, Any]:

@@ -146,6 +146,7 @@ class Reader(Node[Any]):
             self.began_again = state is not fresh and expected not in (None, str(listing()))
             if self.began_again:
                 state = {**fresh, "skipped": state["skipped"]}
+                state[self.SETTINGS_KEY]["listing"] = str(listing())
             expected = None
         self._settings: dict[str, Any] = dict(state[self.SETTINGS_KEY])
         self._at = Cursor(state["epoch"], bool(state["whole"]), state["file"], state["block"])

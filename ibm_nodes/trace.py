@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torchdata.nodes import BaseNode
 
-from ibm_nodes.checkpoint import Saved, list_saved, read_saved_listing
+from ibm_nodes import saved_listings
+from ibm_nodes.checkpoint import Saved, list_saved
 from ibm_nodes.formats.lists import describe_row
 from ibm_nodes.inspect_checkpoint import newest, read_ranks
 from ibm_nodes.items import Sample, masked_in
@@ -93,7 +94,7 @@ def trace(
     sharder = find_sharder(loader)
     origin = Origin(0, 0, None, [])
     if url is not None:
-        sharder.saved_listings = partial(read_saved_listing, url, storage_options=storage_options)
+        sharder.saved_listings = partial(saved_listings.read, url, storage_options=storage_options)
         origin = _origin(url, step, global_batch_size, describe(loader), storage_options)
     num_before = (step - origin.step - 1) * global_batch_size
     batch = [sample_number(sharder.skip, origin.position, num_before + row) for row in range(global_batch_size)]
