@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.items import origin_of
-from ibm_nodes.node import Snapshot, as_snapshot, draw, snapshot
+from ibm_nodes.node import Snapshot, as_snapshot, began_again, draw, snapshot
 
 T = TypeVar("T")
 
@@ -44,6 +44,8 @@ class Ahead(Generic[T]):
         """Resets the source, once; after an error it may be called again."""
         if not self._started:
             self._source.reset(self._state)
+            if began_again(self._source):
+                self._skip = 0
             self._started = True
 
     def fill(self, num_tokens: int, extra: int = 0) -> None:

@@ -70,34 +70,33 @@ class Blocks:
     """Finds and reads the blocks of one logical shard; the pool's threads use it too, so it changes nothing.
 
     Args:
-        url: the dataset's prefix, for messages.
         key: seeds and names that the order depends on.
         part: this logical shard, and their number.
         column: the column of integer lists, or a tuple of columns.
         format: a format's name, what opens its files, or None to tell by the ending.
         vocab_size: ids must be below it, if it is given.
-        listing: what is under the url, or what lists it.
-        expected: the description of the listing that a state was saved with.
+        listing: gives what is under the url.
         held_out: which rows to leave out.
+        where: which rows are wanted; all others count as empty.
     """
 
     def __init__(
         self,
-        url: str,
         *,
         key: tuple[Any, ...],
         part: tuple[int, int],
         column: formats.Columns,
         format: formats.Format,
         vocab_size: int | None,
-        listing: Listing | Callable[[], Listing],
-        expected: str | None,
+        listing: Callable[[], Listing],
         held_out: "HeldOut | None" = None,
+        where: formats.Where | None = None,
     ) -> None:
-        self._url, self._key, self._part = url, key, part
+        self._key, self._part = key, part
         self._held_out = held_out
         self._column, self._format, self._vocab_size = column, format, vocab_size
-        self._given, self._expected = listing, expected
+        self._listing = listing
+        self._where, self._condition = where, str(where)
 
     def load(self, at: Cursor) -> Block:
         """Reads the block at a cursor; where there is none, gives one without rows."""
@@ -110,7 +109,8 @@ class Blocks:
         index = first + int(permutation(derive_key(*self._key, "files", at.epoch), num_files)[at.file])
         item, start = listing.objects[index], listing.starts[index]
         file = listing.file(
-            (index, self._column, self._format), partial(_open, listing, item, self._column, self._format)
+            (index, self._column, self._format, self._condition),
+            partial(_open, listing, item, self._column, self._format, self._where),
         )
         turn, num_turns = 0, 1
         if file.splittable:
@@ -121,7 +121,7 @@ class Blocks:
         if at.block >= len(blocks):
             return self._empty(at, num_files, len(blocks), listing)
         number = int(blocks[at.block])
-        names = (index, number, self._column, self._format, self._vocab_size)
+        names = (index, number, self._column, self._format, self._vocab_size, self._condition)
         lists = listing.block(names, partial(self._read, file, number, item))
         if file.splittable:
             span = start + int(file.spans[number]), start + int(file.spans[number + 1])
@@ -156,15 +156,6 @@ class Blocks:
         except (ValueError, OSError, pa.ArrowException) as error:
             error.add_note(f"in block {number} of {item.url}")
             raise
-
-    def _listing(self) -> Listing:
-        listing = self._given if isinstance(self._given, Listing) else self._given()
-        if self._expected not in (None, str(listing)):
-            raise ValueError(
-                f"the state was saved with {self._expected} under {self._url}, now there is {listing}: documents would "
-                "be lost or repeated; bring the files back, or start this dataset under another name"
-            )
-        return listing
 
     def _interval(self, listing: Listing, whole: bool) -> tuple[int, int]:
         shard, num_shards = (0, 1) if whole else self._part
@@ -218,9 +209,11 @@ class Blocks:
         )
 
 
-def _open(listing: Listing, item: Object, column: formats.Columns, format: formats.Format) -> formats.ShardFile:
+def _open(
+    listing: Listing, item: Object, column: formats.Columns, format: formats.Format, where: formats.Where | None
+) -> formats.ShardFile:
     try:
-        return formats.open_file(StoredObject(listing, item), format, column)
+        return formats.open_file(StoredObject(listing, item), format, column, where)
     except (ValueError, OSError, pa.ArrowException) as error:
         error.add_note(f"while opening {item.url}")
         raise

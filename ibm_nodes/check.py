@@ -119,7 +119,9 @@ def _tokenizer(nodes: Sequence[Any], reader: Reader) -> Tokenizer | None:
 
 def _listing(reader: Reader) -> Listing:
     options = reader.storage_options
-    return reader.listing or formats.list_dataset(reader.url, format=reader.format, storage_options=options)
+    if isinstance(reader.listing, Listing):
+        return reader.listing
+    return formats.list_dataset(reader.url, format=reader.format, listing=reader.listing, storage_options=options)
 
 
 def _block(reader: Reader, listing: Listing, tokenizer: Tokenizer | None) -> tuple[Block | None, Exception | None]:
@@ -140,7 +142,9 @@ def _block(reader: Reader, listing: Listing, tokenizer: Tokenizer | None) -> tup
 def _places(reader: Reader, listing: Listing) -> Iterator[tuple[Object, formats.ShardFile, int]]:
     """Gives the blocks of a dataset, those of the largest file first, and of a file those from the middle on."""
     for item in sorted(listing.objects, key=lambda item: -item.size):
-        file = formats.open_file(StoredObject(listing, item), reader.format, reader.columns or reader.column)
+        file = formats.open_file(
+            StoredObject(listing, item), reader.format, reader.columns or reader.column, reader.condition
+        )
         middle = len(file.groups) // 2 if file.splittable else 0
         for number in [*range(middle, len(file.groups)), *range(middle)]:
             yield item, file, number

@@ -7,8 +7,10 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from ibm_nodes import saved_listings
 from ibm_nodes.archive import decode, encode, pack, unpack
 from ibm_nodes.loader import Loader
 from ibm_nodes.node import render
@@ -70,6 +72,7 @@ class _Saving(Future[None]):
         self.target = target
 
 
+_listings_claimed: "weakref.WeakKeyDictionary[Loader[Any], set[str]]" = weakref.WeakKeyDictionary()
 _in_flight: "weakref.WeakKeyDictionary[Loader[Any], list[_Saving]]" = weakref.WeakKeyDictionary()
 
 
@@ -77,6 +80,9 @@ def save(
     loader: Loader[Any], url: str, *, step: int, keep: int | None = None, storage_options: Options = None
 ) -> "Future[None]":
     """Saves the loader's state after the last batch handed out, and returns at once.
+
+    Beside the steps, under ``listings/``, the keys and sizes of the datasets' files are kept, each listing by one of
+    the ranks, so that it can be told later which of them have changed. They are never deleted.
 
     A snapshot is taken here; plain data is made of it and written in the background, as one object of this rank. No
     rank waits for another. Up to four saves are written side by side; one more waits for the oldest, and none is
@@ -113,6 +119,8 @@ def save(
     root = url.rstrip("/")
     target = f"{root}/step-{step:08}/{file_name(lineage, sharder.rank, sharder.world_size)}"
     future = _Saving(target)
+    claimed = _listings_claimed.setdefault(loader, set())
+    listings = saved_listings.claim(root, sharder, claimed)
     same_file = [other for other in before if other.target == target]
     before.append(future)
 
@@ -122,6 +130,7 @@ def save(
             wait(same_file)
             state = render(taken)
             shards = {shard: pack(own) for shard, own in state[SHARDS_KEY].items()}
+            saved_listings.write_claimed(listings, claimed, storage_options)
             write(target, encode({**content, "state": {**state, SHARDS_KEY: shards}}), storage_options)
             if keep is not None:
                 _delete_old(root, keep, step, sharder.rank, sharder.world_size, storage_options)
@@ -170,6 +179,7 @@ def load(
     if chosen is None:
         return None
     sharder = find_sharder(loader)
+    sharder.saved_listings = partial(saved_listings.read, url, storage_options=storage_options)
     stride = math.gcd(chosen.world_size, sharder.world_size)
     try:
         files = [chosen.files[rank] for rank in range(sharder.rank % stride, chosen.world_size, stride)]

@@ -1,4 +1,4 @@
-"""The command line: ``ibm-nodes recipes``, ``run``, ``show``, ``trace`` and ``train NAME``, ``checkpoint``, ``plan``.
+"""The command line: ``ibm-nodes recipes``, ``run``, ``show``, ``trace`` and ``train NAME``, ``list`` and others.
 
 Longer than other modules, since all commands share one treatment of bad input, signals and exit codes; what they do and
 print lies in modules of its own.
@@ -26,6 +26,7 @@ from torchdata.nodes import Loader
 
 from ibm_nodes import checkpoint, flags, inspect_checkpoint, progress
 from ibm_nodes.check import check
+from ibm_nodes.formats import FORMATS, list_dataset
 from ibm_nodes.recipe import list_recipes, load_recipe
 from ibm_nodes.report import check_summary, checkpoint_list, checkpoint_step, run_summary, show_summary, trace_summary
 from ibm_nodes.settings import describe
@@ -105,6 +106,7 @@ def _command(argv: list[str], hidden: list[str]) -> int:
     commands.add_parser("recipes", help="list the recipes", description="Lists the recipes that are installed.")
     for name, (text, description) in OF_RECIPES.items():
         _add_of_recipe(commands, name, text, description)
+    _add_list(commands)
     _add_checkpoint(commands)
     for name, text in BESIDE_RECIPES.items():
         commands.add_parser(name, help=text, add_help=False)
@@ -112,6 +114,8 @@ def _command(argv: list[str], hidden: list[str]) -> int:
         return _load_command(argv[0])(argv[1:], say)
     hidden += flags.secrets_in(argv)
     namespace = parser.parse_args(argv)
+    if namespace.command == "list":
+        return _list(namespace, hidden)
     if namespace.command == "checkpoint":
         return _checkpoint(namespace, hidden)
     if namespace.command in OF_RECIPES:
@@ -149,6 +153,28 @@ def _add_of_recipe(commands: Any, name: str, text: str, description: str) -> Non
     )
     command.add_argument("name", nargs="?", metavar="NAME", help="a recipe that ibm-nodes recipes lists")
     command.add_argument("flags", nargs=argparse.REMAINDER, metavar="...", help="its flags, and those of the command")
+
+
+def _add_list(commands: Any) -> None:
+    command = commands.add_parser(
+        "list",
+        help="list the files of a dataset: ibm-nodes list URL --out FILE",
+        description="Says how many data files are under a URL, and writes a listing of them, for --listing NAME=FILE.",
+    )
+    command.add_argument("url", metavar="URL", help="prefix, or one file")
+    command.add_argument("--out", metavar="FILE", help="write the listing to this path or URL")
+    command.add_argument("--format", choices=tuple(FORMATS), help="only the files of this format; else of all formats")
+    flags.add_storage_options(command)
+
+
+def _list(namespace: argparse.Namespace, hidden: list[str]) -> int:
+    options = flags.storage_options(namespace)
+    hidden += flags.secrets(options)
+    found = list_dataset(namespace.url, format=namespace.format, storage_options=_of_url(namespace.url, options))
+    say(f"{len(found.objects):,} files, {found.starts[-1]:,} bytes under {namespace.url}")
+    if namespace.out:
+        found.write(namespace.out, _of_url(namespace.out, options))
+    return 0
 
 
 def _add_checkpoint(commands: Any) -> None:

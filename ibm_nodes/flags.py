@@ -311,7 +311,7 @@ def _sequence(kind: Any) -> dict[str, Any] | None:
 def _values(parameter: inspect.Parameter, kind: type) -> str:
     if kind is not str:
         return "X"
-    return "URL" if parameter.name == "datasets" else "TEXT"
+    return "URL" if parameter.name in ("datasets", "listing") else "TEXT"
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -4,12 +4,13 @@ import contextvars
 import hashlib
 import itertools
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+from ibm_nodes import listing_file
 from ibm_nodes.once import Once
-from ibm_nodes.storage import Object, Options, find, read
+from ibm_nodes.storage import Object, Options, find, read, read_whole, write
 
 T = TypeVar("T")
 
@@ -55,6 +56,28 @@ class Listing:
 
     def __str__(self) -> str:
         return f"{len(self.objects)} files of {self.starts[-1]} bytes (listing {self.digest})"
+
+    def write(self, url: str, storage_options: Options = None) -> None:
+        """Writes it to a file, for ``Reader(listing=...)``; each object stays pinned to the version listed.
+
+        Args:
+            url: the file, at any store that fsspec knows.
+            storage_options: fsspec's options for its store.
+        """
+        write(url, listing_file.encode(self.url, self._is_one, self.objects, self.companions), storage_options)
+
+    def encode(self) -> bytes:
+        """Gives keys and sizes as the bytes of such a file, which are the same wherever the objects lie."""
+        objects, companions = ([item._replace(version=None) for item in each] for each in self._both)
+        return listing_file.encode("", False, objects, companions)
+
+    @property
+    def _both(self) -> tuple[list[Object], list[Object]]:
+        return self.objects, self.companions
+
+    @property
+    def _is_one(self) -> bool:
+        return [item.url for item in self.objects] == [self.url]
 
     def file(self, key: Any, make: Callable[[], T]) -> T:
         """Gives what ``make`` opens, once for all who ask with the same key."""
@@ -110,9 +133,22 @@ class StoredObject:
 
 
 class ListingSession:
-    """Within it, readers of the same prefix share one listing: ``with session: reader.reset(state)``."""
+    """Within it, readers of the same prefix share one listing: ``with session: reader.reset(state)``.
 
-    def __init__(self) -> None:
+    Args:
+        saved: gives the listing that a state was saved with, by its digest, or None where it is not known.
+        expected: of datasets that other states were saved with, by name, the description of their listings.
+
+    Attributes:
+        used: the listings that data were read by, by digest.
+    """
+
+    def __init__(
+        self, saved: Callable[[str], Listing | None] | None = None, expected: Mapping[str, str] | None = None
+    ) -> None:
+        self.saved = saved or (lambda digest: None)
+        self.expected = expected or {}
+        self.used: dict[str, Listing] = {}
         self._listings: Once[Listing] = Once(None)
         self._tokens: list[contextvars.Token[ListingSession | None]] = []
 
@@ -123,10 +159,39 @@ class ListingSession:
     def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
         _session.reset(self._tokens.pop())
 
-    def listing(self, url: str, storage_options: Options, suffixes: tuple[str, ...]) -> Listing:
-        """Gives the listing of a prefix, made at the first call."""
-        key = (url, suffixes, repr(sorted((storage_options or {}).items(), key=str)))
-        return self._listings.get(key, lambda: list_objects(url, storage_options, suffixes))
+    def listing(
+        self, url: str, storage_options: Options, suffixes: tuple[str, ...], given: Listing | str | None = None
+    ) -> Listing:
+        """Gives the listing of a prefix, made or read from the given file at the first call, or the given one."""
+        if isinstance(given, Listing):
+            return given
+        return self.share(
+            (url, suffixes, given), storage_options, lambda: load_listing(url, storage_options, suffixes, given)
+        )
+
+    def share(self, key: tuple[Any, ...], storage_options: Options, make: Callable[[], Listing]) -> Listing:
+        """Gives the listing of a key and of a store's options, made at the first call."""
+        return self._listings.get((key, repr(sorted((storage_options or {}).items(), key=str))), make)
+
+
+def listings_in(state: Any) -> dict[str, str]:
+    """Gives the descriptions of listings that readers' states in a state name, of each dataset of which there is one.
+
+    So readers that have no state yet, in logical shards that were not visited, take the files of the others.
+    """
+    found: dict[str, set[str]] = {}
+    _find_listings(state, found)
+    return {name: next(iter(texts)) for name, texts in found.items() if len(texts) == 1}
+
+
+def _find_listings(state: Any, found: dict[str, set[str]]) -> None:
+    if isinstance(state, dict):
+        if "listing" in state and "name" in state:
+            found.setdefault(state["name"], set()).update({state["listing"]} - {None})
+        state = list(state.values())
+    for value in state if isinstance(state, list | tuple) else ():
+        if isinstance(value, dict | tuple):
+            _find_listings(value, found)
 
 
 _session: contextvars.ContextVar[ListingSession | None] = contextvars.ContextVar("session", default=None)
@@ -135,6 +200,53 @@ _session: contextvars.ContextVar[ListingSession | None] = contextvars.ContextVar
 def current_session() -> ListingSession:
     """Gives the session that the caller is in, or a new one."""
     return _session.get() or ListingSession()
+
+
+def load_listing(
+    url: str, storage_options: Options = None, suffixes: tuple[str, ...] = ("",), given: str | None = None
+) -> Listing:
+    """Lists a prefix as ``list_objects`` does, or reads the file that was written of it and asks the store nothing."""
+    if given is None:
+        return list_objects(url, storage_options, suffixes)
+    entries = listing_file.decode(read_whole(given, storage_options), given)
+    listing = _place(entries, url, storage_options)
+    objects = [item for item in listing.objects if item.url == url or _is_data(item.key, suffixes)]
+    if not objects:
+        raise FileNotFoundError(
+            f"no data under {url} in the listing {given}: it has {len(listing.objects)} other objects; give the one of "
+            f"a prefix with files that end in one of {', '.join(suffixes)}"
+        )
+    needed = {_companion(item.url) for item in objects}
+    return Listing(url, objects, storage_options, [item for item in listing.companions if item.url in needed])
+
+
+def decode_listing(data: bytes, place: str) -> Listing:
+    """Gives the keys and sizes that ``Listing.encode`` made bytes of; nothing can be read by them.
+
+    Raises:
+        ValueError: if they are damaged, or something else; names the place.
+    """
+    entries = listing_file.decode(data, place)
+    objects, companions = ([Object("", *entry) for entry in each] for each in (entries.objects, entries.companions))
+    return Listing("", objects, None, companions)
+
+
+def _place(entries: listing_file.Entries, url: str, storage_options: Options) -> Listing:
+    """Gives the objects as they lie under a prefix; elsewhere than they were listed they have other versions."""
+    folder, urls = url.rstrip("/"), {}
+    if entries.is_one:
+        folder, urls = posixpath.dirname(url), {posixpath.basename(url): url}
+        if not urls.keys() == {key for key, _, _ in entries.objects}:
+            raise ValueError(f"{url} cannot be read by a listing of the one file {entries.objects[0][0]!r}: list it")
+    is_there = url.rstrip("/") == entries.url.rstrip("/")
+    objects, companions = (
+        [
+            Object(urls.get(key, f"{folder}/{key}" if folder else key), key, size, version if is_there else None)
+            for key, size, version in each
+        ]
+        for each in (entries.objects, entries.companions)
+    )
+    return Listing(url, objects, storage_options, companions)
 
 
 def list_objects(url: str, storage_options: Options = None, suffixes: tuple[str, ...] = ("",)) -> Listing:

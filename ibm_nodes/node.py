@@ -22,6 +22,9 @@ class Node(BaseNode[T]):
 
     _takes_snapshots = _draws_many = True
 
+    began_again = False
+    """Whether the last reset began the data again, as they had changed, in place of going on from the state."""
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         own = vars(cls)  # of two classes, the one further down says what counts
@@ -72,6 +75,13 @@ def render(taken: Snapshot) -> Any:
     """Gives the state that was taken, in any thread and at any time."""
     function, arguments = taken
     return function(*arguments)
+
+
+def began_again(node: Any) -> bool:
+    """Tells whether the data below a node were begun again by its last reset."""
+    while node is not None and not getattr(node, "began_again", False):
+        node = getattr(node, "source", None)
+    return node is not None
 
 
 def as_snapshot(state: Any) -> Snapshot:

@@ -6,8 +6,11 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
+import pyarrow.compute as pc
+
 from ibm_nodes import formats
 from ibm_nodes.blocks import Block, Blocks, Cursor, HeldOut
+from ibm_nodes.changes import check_on_change, settle
 from ibm_nodes.items import ORIGIN_KEYS, Document, Documents, Row
 from ibm_nodes.listing import Listing, current_session
 from ibm_nodes.node import Node, Snapshot
@@ -18,7 +21,7 @@ from ibm_nodes.storage import Options
 
 FIRST_READ_BYTES = 1 << 20
 MAX_DEPTH = 8
-SETTINGS = ("name", "seed", "shard", "num_shards", "column", "columns", "holdout", "split")
+SETTINGS = ("name", "seed", "shard", "num_shards", "column", "columns", "where", "holdout", "split")
 
 
 class Reader(Node[Any]):
@@ -46,18 +49,25 @@ class Reader(Node[Any]):
             counted. Not for the formats megatron, mds and one's own.
         format: "arrow", "parquet", "jsonl", "megatron", "mds" or "webdataset"; None tells by the ending. Or what opens
             a file of a format of one's own, and gives a ``ShardFile``.
+        where: yield only the rows for which this expression over their columns is true, such as
+            ``pyarrow.compute.field("score") > 0.5``; the others are passed over and counted. What it looks at is read
+            too, but not yielded. For the formats arrow, parquet and jsonl.
         epochs: passes over the data; None goes on for ever.
         vocab_size: ids must be below it, if it is given.
         holdout: share of the documents that are held out, chosen by a hash of dataset, file and row alone.
         split: "train" reads the documents that are not held out, "validation" those that are.
-        listing: what is under the url, from ``list_dataset``; None lists at the start, once for all readers of a
-        Sharder.
+        listing: what is under the url: from ``list_dataset``, or the URL of a file that ``Listing.write`` or
+            ``ibm-nodes list`` wrote, so that nothing needs to be listed; None lists at the start, once for all readers
+            of a Sharder.
+        on_change: what to do where a state was saved with other files under the url: "error" says which; "keep" reads
+            the files of then alone, all of which must be there; "restart" begins the dataset again. The first two take
+            the files of then from the listing beside the checkpoints of ``checkpoint.save``.
         storage_options: fsspec's options for the store, such as key, secret and endpoint_url.
 
     Raises:
-        ValueError: if an argument is out of range; while reading: if an id is negative or not below vocab_size, or the
-            dataset has no token at all. A note names url and row.
-        LookupError, TypeError: if a file has no such column, or not one of integer lists.
+        ValueError: if an argument is out of range; while reading: if an id is negative or not below vocab_size, the
+            dataset has no token at all, or its files have changed. A note names url and row.
+        LookupError, TypeError: if a file has no such column, or not one of integer lists, or where cannot be computed.
         FileNotFoundError, PermissionError, OSError: if the store cannot be read.
     """
 
@@ -74,12 +84,14 @@ class Reader(Node[Any]):
         seed: Seed = 0,
         column: str = "tokens",
         columns: Sequence[str] | None = None,
+        where: pc.Expression | None = None,
         format: formats.Format = None,
         epochs: int | None = None,
         vocab_size: int | None = None,
         holdout: float = 0.0,
         split: str = "train",
-        listing: Listing | None = None,
+        listing: Listing | str | None = None,
+        on_change: str = "error",
         storage_options: Options = None,
     ) -> None:
         super().__init__()
@@ -99,7 +111,10 @@ class Reader(Node[Any]):
             raise ValueError(f"columns must be a list of different names, or None, got {columns!r}")
         if columns is not None and vocab_size is not None:
             raise ValueError("vocab_size must be None with columns: rows are not looked into")
+        check_on_change(on_change, epochs)
         formats.suffixes(format)
+        self.condition = formats.Where(where) if where is not None else None
+        self.where = self.condition and str(self.condition)
         self.url = url
         self.name = url.rstrip("/").rsplit("/", 1)[-1] if name is None else name
         self.shard = shard
@@ -113,32 +128,43 @@ class Reader(Node[Any]):
         self.holdout = holdout
         self.split = split
         self.listing = listing
+        self.on_change = on_change
         self.storage_options = storage_options
 
     def reset(self, initial_state: State | None = None) -> None:
         super().reset(initial_state)
+        session = current_session()
+        suffixes = formats.suffixes(self.format)
+        listing = partial(session.listing, self.url, self.storage_options, suffixes, self.listing)
         settings = {name: getattr(self, name) for name in SETTINGS}
-        state = initial_state
-        if state is None:
-            state = {self.SETTINGS_KEY: {**settings, "listing": None}, **dict.fromkeys(self.COUNTER_KEYS, 0)}
-        check_keys(self, state, (self.SETTINGS_KEY, *self.COUNTER_KEYS))
+        fresh: State = {self.SETTINGS_KEY: {**settings, "listing": None}, **dict.fromkeys(self.COUNTER_KEYS, 0)}
+        state = fresh if initial_state is None else initial_state
+        check_keys(self, state, fresh)
         check_settings(self, state[self.SETTINGS_KEY], **settings)
-        self._settings: dict[str, Any] = state[self.SETTINGS_KEY]
+        expected = state[self.SETTINGS_KEY]["listing"] or session.expected.get(self.name)
+        self.began_again = False
+        if self.on_change == "restart":
+            self.began_again = state is not fresh and expected not in (None, str(listing()))
+            if self.began_again:
+                state = {**fresh, "skipped": state["skipped"]}
+                state[self.SETTINGS_KEY]["listing"] = str(listing())
+            expected = None
+        self._settings: dict[str, Any] = dict(state[self.SETTINGS_KEY])
         self._at = Cursor(state["epoch"], bool(state["whole"]), state["file"], state["block"])
         self._row: int = state["row"]
         self._documents: int = state["documents"]
         self._skipped: int = state["skipped"]
         self._passes: float = state["passes"]
         self._blocks = Blocks(
-            self.url,
             key=("Reader", self.seed, self.name, self.shard),
             part=(self.shard, self.num_shards),
             column=self.columns or self.column,
             format=self.format,
             vocab_size=self.vocab_size,
-            listing=self.listing
-            or partial(current_session().listing, self.url, self.storage_options, formats.suffixes(self.format)),
-            expected=self._settings["listing"],
+            listing=partial(
+                settle, listing, name=self.name, expected=expected, keep=self.on_change == "keep", session=session
+            ),
+            where=self.condition,
             held_out=HeldOut(self.name, self.holdout, self.split == "validation") if self.holdout else None,
         )
         self._block: Block | None = None
@@ -205,8 +231,7 @@ class Reader(Node[Any]):
         block = self._result()
         if late and self._settings["listing"] is not None:
             self._depth = min(self._depth + 1, MAX_DEPTH)
-        if self._settings["listing"] is None:
-            self._settings = {**self._settings, "listing": block.listing}
+        self._settings["listing"] = block.listing  # also for snapshots taken before, of which items may be handed out
         self._block, self._ask_at = block, block.ask_at
         if self._depth > 1:
             self._ask()
@@ -266,6 +291,7 @@ class Reader(Node[Any]):
                 raise ValueError(
                     f"dataset {self.name!r} at {self.url} has no "
                     + ("row" if self.columns else f"token in column {self.column!r}")
+                    + (f" where {self.where}" if self.where else "")
                     + (f" of its {self.split} split with holdout={self.holdout}" if self.holdout else "")
                     + ": leave it out of the mix"
                 )
@@ -287,7 +313,7 @@ def _after(
 
 def _state(settings: dict[str, Any], at: Cursor, row: int, documents: int, skipped: int, passes: float) -> State:
     return {
-        Reader.SETTINGS_KEY: settings,
+        Reader.SETTINGS_KEY: settings.copy(),
         "epoch": at.epoch,
         "whole": at.whole,
         "file": at.file,

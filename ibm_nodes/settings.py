@@ -8,6 +8,7 @@ from typing import Any
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.batcher import Batcher
+from ibm_nodes.listing import ListingSession, listings_in
 from ibm_nodes.loader import Loader
 from ibm_nodes.prefetcher import Prefetcher
 from ibm_nodes.sharder import Sharder
@@ -139,4 +140,5 @@ def check_graph(sharder: Sharder[Any], state: dict[str, Any]) -> None:
     if state[Sharder.NUM_SHARDS_KEY] == sharder.num_shards:
         own = state[SHARDS_KEY].get(sharder.rank)
         if own is not None and own[2] is not None:
-            sharder.graph(sharder.rank, sharder.num_shards).reset(own[2])
+            with ListingSession(sharder.saved_listings, listings_in(state[SHARDS_KEY])):
+                sharder.graph(sharder.rank, sharder.num_shards).reset(own[2])

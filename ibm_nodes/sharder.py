@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from ibm_nodes.listing import ListingSession
+from ibm_nodes.listing import Listing, ListingSession, listings_in
 from ibm_nodes.node import Node, Snapshot, as_snapshot, render, snapshot
 from ibm_nodes.permutation import derive_key, permutation
 from ibm_nodes.schedule import SCHEDULE_KEY, Schedule
@@ -52,6 +52,7 @@ class Sharder(Node[T]):
 
     Attributes:
         goes_on: yield filler also after all shards of the rank have ended; ``EndTogether`` sets it.
+        saved_listings: gives the listing that a state was saved with, by its digest; ``checkpoint.load`` sets it.
         num_items, num_filler: items handed out since the node was built, and how many of them were filler.
 
     Raises:
@@ -94,6 +95,7 @@ class Sharder(Node[T]):
         self.skip = merge_ranges(skip)
         self.max_items = max_items
         self.goes_on = False
+        self.saved_listings: Callable[[str], Listing | None] | None = None
         self.num_items = self.num_filler = 0
 
     def reset(self, initial_state: State | None = None) -> None:
@@ -116,7 +118,7 @@ class Sharder(Node[T]):
         self._position = position
         self._graphs: dict[int, BaseNode[T]] = {}
         self._moved: set[int] = set()
-        self._listings = ListingSession()
+        self._listings = ListingSession(self.saved_listings, listings_in(saved))
         self._taken: dict[int, _Taken] = {}
         for shard in owned:
             turns, ended, state = saved.get(shard, (0, False, None))
@@ -139,6 +141,10 @@ class Sharder(Node[T]):
         self._moved.clear()
         schedule = None if self.schedule is None else self.schedule.state()
         return _state, (self._position, self.num_shards, schedule, self._taken.copy())
+
+    def used_listings(self) -> dict[str, Listing]:
+        """Gives the listings that the readers of this rank have read by, by digest."""
+        return dict(self._listings.used) if hasattr(self, "_listings") else {}
 
     def close(self) -> None:
         """Lets go of all graphs, and so of their blocks and reads; the next item builds them again where they stood."""

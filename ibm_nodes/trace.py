@@ -2,16 +2,18 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from torchdata.nodes import BaseNode
 
+from ibm_nodes import saved_listings
 from ibm_nodes.checkpoint import Saved, list_saved
 from ibm_nodes.formats.lists import describe_row
 from ibm_nodes.inspect_checkpoint import newest, read_ranks
 from ibm_nodes.items import Sample, masked_in
-from ibm_nodes.listing import ListingSession
+from ibm_nodes.listing import ListingSession, listings_in
 from ibm_nodes.loader import Loader
 from ibm_nodes.schedule import SCHEDULE_KEY
 from ibm_nodes.settings import derive_lineage, describe, differences, find_sharder
@@ -92,6 +94,7 @@ def trace(
     sharder = find_sharder(loader)
     origin = Origin(0, 0, None, [])
     if url is not None:
+        sharder.saved_listings = partial(saved_listings.read, url, storage_options=storage_options)
         origin = _origin(url, step, global_batch_size, describe(loader), storage_options)
     num_before = (step - origin.step - 1) * global_batch_size
     batch = [sample_number(sharder.skip, origin.position, num_before + row) for row in range(global_batch_size)]
@@ -212,7 +215,7 @@ def _replay(
     sharder: Sharder[Any], states: dict[int, ShardState], numbers: Sequence[int]
 ) -> Iterator[tuple[int, Sample]]:
     """Draws some numbers of the global stream, shard by shard; the first reads of some shards run side by side."""
-    listings = ListingSession()
+    listings = ListingSession(sharder.saved_listings, listings_in(states))
     graphs: dict[int, BaseNode[Any]] = {}
     waiting = iter(states)
     for shard in states:

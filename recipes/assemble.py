@@ -62,10 +62,12 @@ def mix(
     epochs: Mapping[str, int] = NOTHING,
     max_dataset_tokens: Mapping[str, int] = NOTHING,
     renamed: Mapping[str, str] = NOTHING,
+    on_change: Mapping[str, str] = NOTHING,
     text: Text | None = None,
 ) -> Mixer[Document]:
     """Builds what reads and mixes the documents of one logical shard."""
-    for what, names in (("epochs", epochs), ("max_dataset_tokens", max_dataset_tokens), ("renamed", renamed)):
+    by_name = {"epochs": epochs, "max_dataset_tokens": max_dataset_tokens, "renamed": renamed, "on_change": on_change}
+    for what, names in by_name.items():
         if unknown := sorted(set(names) - set(listings)):
             raise ValueError(f"{what} must be for the datasets {sorted(listings)}, got {unknown} too")
     sources: dict[str, BaseNode[Any]] = {
@@ -81,6 +83,7 @@ def mix(
             vocab_size=vocab_size if text is None else None,
             holdout=holdout,
             listing=listing,
+            on_change=on_change.get(name, "error"),
         )
         for name, listing in listings.items()
     }
@@ -112,6 +115,7 @@ def build_loader(
     skip: Sequence[tuple[int, int]] = (),
     prefetch_factor: int,
     pin_memory: bool | None,
+    listing: Mapping[str, str] | None,
     storage_options: Mapping[str, Any] | None,
     rank: int | None,
     world_size: int | None,
@@ -132,6 +136,7 @@ def build_loader(
         skip: ranges of samples to leave out.
         prefetch_factor: batches that are ready ahead.
         pin_memory: page-locked batches, or None.
+        listing: file of a listing by name, or None.
         storage_options: fsspec's options for the store.
         rank: data-parallel rank, or None.
         world_size: number of data-parallel ranks, or None.
@@ -141,7 +146,7 @@ def build_loader(
     batch_size = _batch_size(global_batch_size, micro_batch_size, world_size)
     if num_shards is None:
         num_shards = -(-MIN_SHARDS // global_batch_size) * global_batch_size
-    listings = from_rank_zero(functools.partial(list_all, datasets, storage_options))
+    listings = from_rank_zero(functools.partial(list_all, datasets, storage_options, listing))
     given, seq_len = graph.keywords, graph.keywords["seq_len"]
     schedule = weights if isinstance(weights, Schedule) else Schedule([(0, weights)])
     # A loader's own: the Sharder sets its clock.

@@ -129,17 +129,25 @@ def check_agreement(settings: Mapping[str, Any]) -> None:
             )
 
 
-def list_all(datasets: Mapping[str, str], storage_options: Mapping[str, Any] | None) -> dict[str, Listing]:
-    """Lists what is under the prefix of each dataset.
+def list_all(
+    datasets: Mapping[str, str], storage_options: Mapping[str, Any] | None, listing: Mapping[str, str] | None = None
+) -> dict[str, Listing]:
+    """Lists what is under the prefix of each dataset, or reads the file of its listing.
 
     Raises:
-        ValueError: if there is no dataset, or storage_options are for one that is not there.
+        ValueError: if there is no dataset, or a listing or storage_options are for one that is not there.
         FileNotFoundError, PermissionError, ConnectionError: if one cannot be listed.
     """
     if not datasets:
         raise ValueError("datasets must not be empty")
     options = options_by_dataset(datasets, storage_options)
-    return {name: list_dataset(url, storage_options=options[name]) for name, url in datasets.items()}
+    files = listing or {}
+    if unknown := sorted(set(files) - set(datasets)):
+        raise ValueError(f"listing must be for the datasets {sorted(datasets)}, got {unknown} too")
+    return {
+        name: list_dataset(url, listing=files.get(name), storage_options=options[name])
+        for name, url in datasets.items()
+    }
 
 
 def options_by_dataset(datasets: Iterable[str], storage_options: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:

@@ -33,6 +33,8 @@ def long_context(
     multiple_of: int = 1,
     context_parallel: tuple[int, int] | None = None,
     pin_memory: bool | None = None,
+    listing: Mapping[str, str] | None = None,
+    on_change: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -67,6 +69,9 @@ def long_context(
         context_parallel: (rank, size) in the context-parallel group, to be given that rank's slice of each batch; leave
             it out where the trainer slices.
         pin_memory: page-locked batches; None where CUDA is available.
+        listing: by name, URL of a file that ``ibm-nodes list`` wrote of the prefix, to be read in place of listing it.
+        on_change: by name, what to do where a checkpoint was saved with other files of a dataset: "error" (which names
+            them) is the default, "keep" reads the files of then alone, "restart" begins this dataset again.
         storage_options: fsspec's options for the store: key, secret, endpoint_url, anon, profile ...;
             under ``datasets``, by name, those of one dataset alone.
         rank: data-parallel rank; else from the mesh, torch.distributed, torchrun, or 0.
@@ -89,6 +94,7 @@ def long_context(
         overflow=overflow,
         num_open=num_open,
         buffer_size=buffer_size,
+        on_change=dict(on_change or {}),
     )
     collate = CausalLMCollator(
         shift_labels=shift_labels,
@@ -111,6 +117,7 @@ def long_context(
         num_shards=num_shards,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
+        listing=listing,
         storage_options=storage_options,
         rank=rank,
         world_size=world_size,
@@ -134,9 +141,19 @@ def long_context_graph(
     overflow: Literal["split", "truncate", "drop"],
     num_open: int,
     buffer_size: int,
+    on_change: Mapping[str, str],
 ) -> BaseNode[Sample]:
     """Builds the graph of one logical shard."""
-    mixer = mix(shard, num_shards, listings, weights=weights, vocab_size=vocab_size, seed=seed, column=column)
+    mixer = mix(
+        shard,
+        num_shards,
+        listings,
+        weights=weights,
+        vocab_size=vocab_size,
+        seed=seed,
+        column=column,
+        on_change=on_change,
+    )
     packer = Packer(
         mixer,
         seq_len=seq_len,

@@ -34,6 +34,8 @@ def pretrain(
     prefetch_factor: int = 4,
     shift_labels: bool = False,
     pin_memory: bool | None = None,
+    listing: Mapping[str, str] | None = None,
+    on_change: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -74,6 +76,9 @@ def pretrain(
         prefetch_factor: batches that are ready ahead of the consumer.
         shift_labels: False for models that shift inside, as Hugging Face's do; True: the label is the next token.
         pin_memory: page-locked batches; None where CUDA is available.
+        listing: by name, URL of a file that ``ibm-nodes list`` wrote of the prefix, to be read in place of listing it.
+        on_change: by name, what to do where a checkpoint was saved with other files of a dataset: "error" (which names
+            them) is the default, "keep" reads the files of then alone, "restart" begins this dataset again.
         storage_options: fsspec's options for the store: key, secret, endpoint_url, anon, profile ...;
             under ``datasets``, by name, those of one dataset alone.
         rank: data-parallel rank; else from the mesh, torch.distributed, torchrun, or 0.
@@ -98,6 +103,7 @@ def pretrain(
         max_dataset_tokens=dict(max_dataset_tokens or {}),
         renamed=dict(renamed or {}),
         buffer_size=buffer_size,
+        on_change=dict(on_change or {}),
         text=text,
     )
     return build_loader(
@@ -112,6 +118,7 @@ def pretrain(
         skip=skip,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
+        listing=listing,
         storage_options=storage_options,
         rank=rank,
         world_size=world_size,
@@ -136,6 +143,7 @@ def pretrain_graph(
     max_dataset_tokens: Mapping[str, int],
     renamed: Mapping[str, str],
     buffer_size: int,
+    on_change: Mapping[str, str],
     text: Text | None,
 ) -> BaseNode[Sample]:
     """Builds the graph of one logical shard."""
@@ -151,6 +159,7 @@ def pretrain_graph(
         epochs=epochs,
         max_dataset_tokens=max_dataset_tokens,
         renamed=renamed,
+        on_change=on_change,
         text=text,
     )
     packer = Packer(mixer, seq_len=seq_len, eos_id=eos_id, bos_id=bos_id)

@@ -36,6 +36,8 @@ def pretrain_text(
     prefetch_factor: int = 4,
     shift_labels: bool = False,
     pin_memory: bool | None = None,
+    listing: Mapping[str, str] | None = None,
+    on_change: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -71,6 +73,9 @@ def pretrain_text(
         prefetch_factor: batches that are ready ahead of the consumer.
         shift_labels: False for models that shift inside, as Hugging Face's do; True: the label is the next token.
         pin_memory: page-locked batches; None where CUDA is available.
+        listing: by name, URL of a file that ``ibm-nodes list`` wrote of the prefix, to be read in place of listing it.
+        on_change: by name, what to do where a checkpoint was saved with other files of a dataset: "error" (which names
+            them) is the default, "keep" reads the files of then alone, "restart" begins this dataset again.
         storage_options: fsspec's options for the store of the datasets and the tokenizer; under ``datasets``,
             by name, those of one dataset alone.
         rank: data-parallel rank; else from the mesh, torch.distributed, torchrun, or 0.
@@ -103,6 +108,8 @@ def pretrain_text(
         prefetch_factor=prefetch_factor,
         shift_labels=shift_labels,
         pin_memory=pin_memory,
+        listing=listing,
+        on_change=on_change,
         storage_options=storage_options,
         rank=rank,
         world_size=world_size,

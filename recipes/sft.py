@@ -34,6 +34,8 @@ def sft(
     prefetch_factor: int = 4,
     shift_labels: bool = False,
     pin_memory: bool | None = None,
+    listing: Mapping[str, str] | None = None,
+    on_change: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -69,6 +71,9 @@ def sft(
         prefetch_factor: batches that are ready ahead of the consumer.
         shift_labels: False for models that shift inside, as Hugging Face's do; True: the label is the next token.
         pin_memory: page-locked batches; None where CUDA is available.
+        listing: by name, URL of a file that ``ibm-nodes list`` wrote of the prefix, to be read in place of listing it.
+        on_change: by name, what to do where a checkpoint was saved with other files of a dataset: "error" (which names
+            them) is the default, "keep" reads the files of then alone, "restart" begins this dataset again.
         storage_options: fsspec's options for the store: key, secret, endpoint_url, anon, profile ...;
             under ``datasets``, by name, those of one dataset alone.
         rank: data-parallel rank; else from the mesh, torch.distributed, torchrun, or 0.
@@ -94,6 +99,7 @@ def sft(
         overflow=overflow,
         num_open=num_open,
         buffer_size=buffer_size,
+        on_change=dict(on_change or {}),
     )
     collate = CausalLMCollator(
         shift_labels=shift_labels,
@@ -114,6 +120,7 @@ def sft(
         num_shards=num_shards,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
+        listing=listing,
         storage_options=storage_options,
         rank=rank,
         world_size=world_size,
@@ -140,9 +147,19 @@ def sft_graph(
     overflow: Literal["truncate", "drop"],
     num_open: int,
     buffer_size: int,
+    on_change: Mapping[str, str],
 ) -> BaseNode[Sample]:
     """Builds the graph of one logical shard."""
-    mixer = mix(shard, num_shards, listings, weights=weights, vocab_size=vocab_size, seed=seed, column=column)
+    mixer = mix(
+        shard,
+        num_shards,
+        listings,
+        weights=weights,
+        vocab_size=vocab_size,
+        seed=seed,
+        column=column,
+        on_change=on_change,
+    )
     masker = PromptMasker(mixer, response_ids=response_ids, prompt_ids=prompt_ids)
     packer = Packer(
         masker,

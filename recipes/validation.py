@@ -41,6 +41,7 @@ def validation(
     prefetch_factor: int = 2,
     shift_labels: bool = False,
     pin_memory: bool | None = None,
+    listing: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -67,6 +68,7 @@ def validation(
         prefetch_factor: batches that are ready ahead of the consumer.
         shift_labels: as the training recipe was given it.
         pin_memory: page-locked batches; None where CUDA is available.
+        listing: by name, URL of a file that ``ibm-nodes list`` wrote of the prefix, to be read in place of listing it.
         storage_options: fsspec's options for the store: key, secret, endpoint_url, anon, profile ...;
             under ``datasets``, by name, those of one dataset alone.
         rank: data-parallel rank; else from the mesh, torch.distributed, torchrun, or 0.
@@ -81,7 +83,7 @@ def validation(
     rank, world_size = data_parallel(rank, world_size, mesh)
     if global_batch_size % world_size:
         raise ValueError(f"global_batch_size must be a multiple of world_size={world_size}, got {global_batch_size}")
-    listings = from_rank_zero(functools.partial(list_all, datasets, storage_options))
+    listings = from_rank_zero(functools.partial(list_all, datasets, storage_options, listing))
     graph = functools.partial(
         validation_graph,
         listings=listings,

@@ -213,7 +213,7 @@ def test_small_batches_are_decoded_faster_than_pyarrow_gives_them_one_by_one(tmp
 
 
 def example():
-    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)
+    (code,) = re.findall(r"```python\n([^`]*class TokenFile.*?)```", DOCS.read_text(), re.S)
     names = {}
     exec(compile(code.split("\n\n\nreader = ")[0], str(DOCS), "exec"), names)
     return names["TokenFile"], code

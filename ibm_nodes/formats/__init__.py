@@ -16,7 +16,8 @@ from ibm_nodes.formats.mds import open_mds
 from ibm_nodes.formats.megatron import MegatronFile
 from ibm_nodes.formats.parquet import ParquetFile
 from ibm_nodes.formats.tar import open_tar
-from ibm_nodes.listing import Listing, StoredObject, list_objects
+from ibm_nodes.formats.where import Where
+from ibm_nodes.listing import Listing, StoredObject, load_listing
 from ibm_nodes.storage import Options
 
 
@@ -88,6 +89,14 @@ ROW_FORMATS: dict[str, Callable[[StoredObject, Columns], ShardFile]] = {
 """Formats whose rows may have any columns."""
 
 
+WHERE_FORMATS: dict[str, Callable[[StoredObject, Columns, Where], ShardFile]] = {
+    "arrow": open_arrow,
+    "parquet": ParquetFile,
+    "jsonl": open_json_lines,
+}
+"""Formats whose rows have columns that a condition can look at."""
+
+
 def suffixes(format: Format) -> tuple[str, ...]:
     """Gives the endings of a format's files, or of all formats' for None; all files are of a format of one's own.
 
@@ -113,14 +122,24 @@ def opener(key: str, format: Format) -> Opener:
     raise LookupError(f"no format for {key!r}: give format, one of {', '.join(FORMATS)}")
 
 
-def open_file(file: StoredObject, format: Format, column: Columns) -> ShardFile:
+def open_file(file: StoredObject, format: Format, column: Columns, where: Where | None = None) -> ShardFile:
     """Opens an object for a column of token ids, or, given a tuple, for the rows of any columns.
+
+    Rows that are not wanted are empty.
 
     Raises:
         ValueError: if it is not of the format, or is damaged, or the format has no rows of several columns.
-        LookupError, TypeError: if it has no such column, or not one of integer lists.
+        LookupError, TypeError: if it has no such column, or not one of integer lists, or no columns to look at.
     """
     opens = opener(file.key, format)
+    if where is not None:
+        for name, opens_chosen in WHERE_FORMATS.items():
+            if opens is FORMATS[name][0]:
+                return opens_chosen(file, column, where)
+        raise TypeError(
+            f"where={where} cannot look at {file.url}, whose format has no table of columns: give one of the formats "
+            f"{', '.join(WHERE_FORMATS)}, or a Filter after the Reader"
+        )
     if isinstance(column, str):
         return opens(file, column)
     for name, opens_rows in ROW_FORMATS.items():
@@ -132,19 +151,24 @@ def open_file(file: StoredObject, format: Format, column: Columns) -> ShardFile:
     )
 
 
-def list_dataset(url: str, *, format: Format = None, storage_options: Options = None) -> Listing:
+def list_dataset(
+    url: str, *, format: Format = None, listing: str | None = None, storage_options: Options = None
+) -> Listing:
     """Lists the data files under a prefix, for ``Reader(listing=...)`` and for a look at what is there.
 
     Args:
         url: prefix, or one file.
         format: as in ``Reader``; None takes all formats.
+        listing: URL of a file that ``Listing.write`` or ``ibm-nodes list`` wrote, to be read in place of asking the
+            store.
         storage_options: fsspec's options for the store.
 
     Raises:
         FileNotFoundError: if there is no data.
+        ValueError: if the listing is damaged, or something else.
         PermissionError, ConnectionError, OSError: as the store says.
     """
-    return list_objects(url, storage_options, suffixes(format))
+    return load_listing(url, storage_options, suffixes(format), listing)
 
 
 __all__: Sequence[str] = [
@@ -154,6 +178,7 @@ __all__: Sequence[str] = [
     "Lists",
     "Opener",
     "ShardFile",
+    "Where",
     "list_dataset",
     "open_file",
     "opener",

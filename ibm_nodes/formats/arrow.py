@@ -10,6 +10,7 @@ import pyarrow as pa
 from ibm_nodes.formats.batches import CONTINUATION, PLACE, BatchDecoder
 from ibm_nodes.formats.flatbuffers import Table
 from ibm_nodes.formats.lists import Columns, Lists
+from ibm_nodes.formats.where import Where
 from ibm_nodes.listing import StoredObject
 
 MAGIC = b"ARROW1"
@@ -26,10 +27,10 @@ class ArrowFile:
 
     splittable = True
 
-    def __init__(self, file: StoredObject, column: Columns) -> None:
+    def __init__(self, file: StoredObject, column: Columns, where: Where | None = None) -> None:
         self._file = file
         footer, self._schema = _footer(file)
-        self._decoder = BatchDecoder(self._schema, column, file.url)
+        self._decoder = BatchDecoder(self._schema, column, file.url, where)
         self._dictionaries = _places(footer, DICTIONARIES_FIELD, file)
         self._batches = _places(footer, BATCHES_FIELD, file)
         begins = self._batches["offset"]

@@ -11,26 +11,27 @@ from ibm_nodes.formats.batches import CONTINUATION, PLACE, PREFIX_BYTES, RECORD_
 from ibm_nodes.formats.flatbuffers import Table
 from ibm_nodes.formats.lists import Columns, Lists, join
 from ibm_nodes.formats.sequential import SequentialFile
+from ibm_nodes.formats.where import Where
 from ibm_nodes.listing import StoredObject
 
 SCHEMA, DICTIONARY = 1, 2
 
 
-def open_arrow(file: StoredObject, column: Columns) -> ArrowFile | SequentialFile:
+def open_arrow(file: StoredObject, column: Columns, where: Where | None = None) -> ArrowFile | SequentialFile:
     """Opens an Arrow IPC file or stream, whichever it is by its content."""
     try:
-        return ArrowFile(file, column)
+        return ArrowFile(file, column, where)
     except ValueError:
         if not is_stream(file):
             raise
-    return SequentialFile(file, partial(StreamDecoder, column, file.url))
+    return SequentialFile(file, partial(StreamDecoder, column, file.url, where))
 
 
 class StreamDecoder:
     """Takes one column, or the rows of several, out of a stream; a row is 2**32 * record batch + row in it."""
 
-    def __init__(self, column: Columns, url: str) -> None:
-        self._column, self._url = column, url
+    def __init__(self, column: Columns, url: str, where: Where | None = None) -> None:
+        self._column, self._url, self._where = column, url, where
         self._buffer = bytearray()
         self._ended = False
         self._decoder: BatchDecoder | None = None
@@ -95,6 +96,7 @@ class StreamDecoder:
         if kind == DICTIONARY:
             self._dictionaries.append(message)
         elif kind == SCHEMA and self._decoder is None:
-            self._decoder = BatchDecoder(pa.ipc.read_schema(pa.py_buffer(message)), self._column, self._url)
+            schema = pa.ipc.read_schema(pa.py_buffer(message))
+            self._decoder = BatchDecoder(schema, self._column, self._url, self._where)
         else:
             raise ValueError(f"{self._url} is damaged: an Arrow message of kind {kind} is out of place")

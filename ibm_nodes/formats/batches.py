@@ -7,7 +7,7 @@ Batches of one writer have metadata that differs in numbers only; those are deco
 
 import itertools
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from ibm_nodes.formats.lists import (
     to_dicts,
     to_lists,
 )
+from ibm_nodes.formats.where import Where
 
 PLACE = np.dtype([("offset", "<i8"), ("metadata", "<i4"), ("padding", "<i4"), ("body", "<i8")])
 """A record batch: where it begins, the bytes of its metadata with their prefix, and those of its body."""
@@ -39,19 +40,26 @@ class BatchDecoder:
     A column of integer lists has a document in each row. In a column of integers each batch is a document.
 
     Raises:
-        LookupError, TypeError: if there is no such column, or it holds something else.
+        LookupError, TypeError: if there is no such column, or it holds something else, or rows cannot be chosen.
     """
 
-    def __init__(self, schema: pa.Schema, column: Columns, url: str) -> None:
-        self._schema, self._column = schema, column
+    def __init__(self, schema: pa.Schema, column: Columns, url: str, where: Where | None = None) -> None:
+        self._schema, self._column, self._url, self._where = schema, column, url, where
         self._plan: _Plan | None = None
+        self._conditions = [] if where is None else where.columns(schema, url)
         if isinstance(column, tuple):
             check_columns(schema, column, url)
             return
         if column not in schema.names or not pa.types.is_integer(schema.field(column).type):
             check_column(schema, column, url)
         self._index = schema.get_field_index(column)
-        self._plan = _plan(schema, self._index)
+        if where is None:
+            self._plan = _plan(schema, self._index)
+        elif pa.types.is_integer(schema.field(column).type):
+            raise TypeError(
+                f"where={where} cannot choose documents of {url}: each is a record batch of the column of integers "
+                f"{column!r}, not a row"
+            )
 
     def decode(
         self, data: bytes | bytearray, places: np.ndarray, numbers: np.ndarray, dictionaries: bytes = b""
@@ -64,6 +72,8 @@ class BatchDecoder:
             numbers: the number of each in its file.
             dictionaries: messages that have to be read before them.
         """
+        if self._where is not None:
+            return self._wanted(self._where, data, places, numbers, dictionaries)
         if self._plan is None or dictionaries:
             return join(self._each(data, places, numbers, dictionaries))
         batches, easy = _side_by_side(data, places, self._plan)
@@ -115,14 +125,28 @@ class BatchDecoder:
         numbers = number * ROWS_PER_BATCH + np.arange(rows.start, rows.stop)
         return Lists(np.frombuffer(data, plan.values), edges[:-1], edges[1:], numbers)
 
+    def _wanted(
+        self, where: Where, data: bytes | bytearray, places: np.ndarray, numbers: np.ndarray, dictionaries: bytes
+    ) -> Lists:
+        batches = list(self._batches(data, places, numbers, dictionaries))
+        parts = [self._lists(batch, number * ROWS_PER_BATCH) for batch, number in batches]
+        names = pa.Table.from_batches([batch for batch, _ in batches], self._schema).select(self._conditions)
+        return where.cut(join(parts), names, self._url)
+
     def _each(
         self, data: bytes | bytearray, places: np.ndarray, numbers: np.ndarray, dictionaries: bytes
     ) -> list[Lists]:
+        batches = self._batches(data, places, numbers, dictionaries)
+        return [self._lists(batch, number * ROWS_PER_BATCH) for batch, number in batches]
+
+    def _batches(
+        self, data: bytes | bytearray, places: np.ndarray, numbers: np.ndarray, dictionaries: bytes
+    ) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """Yields the batches one by one, and the number of each in its file."""
         stream = None
         if dictionaries:
             messages = [_message(data, place) for place in places]
             stream = pa.ipc.open_stream(b"".join([self._schema.serialize(), dictionaries, *messages]))
-        parts = []
         for place, number in zip(places, numbers.tolist(), strict=True):
             try:
                 if stream is None:
@@ -131,8 +155,7 @@ class BatchDecoder:
                     batch = stream.read_next_batch()
             except (EOFError, StopIteration) as error:
                 raise ValueError(f"record batch {number} cannot be read: it is damaged") from error
-            parts.append(self._lists(batch, number * ROWS_PER_BATCH))
-        return parts
+            yield batch, number
 
     def _lists(self, batch: pa.RecordBatch, row: int) -> Lists:
         if isinstance(self._column, tuple):

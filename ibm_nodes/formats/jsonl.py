@@ -14,6 +14,7 @@ import numpy as np
 
 from ibm_nodes.formats.lists import Columns, Lists
 from ibm_nodes.formats.sequential import SequentialFile
+from ibm_nodes.formats.where import Where
 from ibm_nodes.listing import StoredObject
 
 BLOCK_BYTES = 2 << 20
@@ -24,11 +25,13 @@ STAND_IN = b'["\\u0000"]'
 LARGEST_ID = (1 << 63) - 1
 
 
-def open_json_lines(file: StoredObject, column: Columns) -> "JSONLinesFile | SequentialFile":
+def open_json_lines(
+    file: StoredObject, column: Columns, where: Where | None = None
+) -> "JSONLinesFile | SequentialFile":
     """Opens a file of JSON lines, compressed or not as its ending says."""
     if file.key.lower().endswith((".gz", ".zst")):
-        return SequentialFile(file, partial(LineDecoder, column, file.url))
-    return JSONLinesFile(file, column)
+        return SequentialFile(file, partial(LineDecoder, column, file.url, where))
+    return JSONLinesFile(file, column, where)
 
 
 class JSONLinesFile:
@@ -36,8 +39,8 @@ class JSONLinesFile:
 
     splittable = True
 
-    def __init__(self, file: StoredObject, column: Columns) -> None:
-        self._file, self._column = file, column
+    def __init__(self, file: StoredObject, column: Columns, where: Where | None = None) -> None:
+        self._file, self._column, self._where = file, column, where
         self.spans = np.append(np.arange(0, file.size, BLOCK_BYTES), file.size)
         self.groups = np.arange(len(self.spans) - 1)
 
@@ -57,7 +60,8 @@ class JSONLinesFile:
         if not last:
             data = data + self._rest(start + len(data))
             last = len(data)
-        return to_rows(memoryview(data)[first:last].tobytes(), start + first, self._column, self._file.url)
+        text = memoryview(data)[first:last].tobytes()
+        return to_rows(text, start + first, self._column, self._file.url, self._where)
 
     def _rest(self, start: int) -> bytes:
         """Reads to the end of a line, in larger and larger parts."""
@@ -76,8 +80,8 @@ class JSONLinesFile:
 class LineDecoder:
     """Takes a column out of JSON lines that come in pieces."""
 
-    def __init__(self, column: Columns, url: str) -> None:
-        self._column, self._url = column, url
+    def __init__(self, column: Columns, url: str, where: Where | None = None) -> None:
+        self._column, self._url, self._where = column, url, where
         self._pieces: list[bytes] = []  # of the line that has not ended
         self._offset = 0
 
@@ -90,18 +94,19 @@ class LineDecoder:
         text = b"".join([*self._pieces, data[:end]])
         self._pieces = [data[end:]]
         offset, self._offset = self._offset, self._offset + len(text)
-        return to_rows(text, offset, self._column, self._url) if wanted else None
+        return to_rows(text, offset, self._column, self._url, self._where) if wanted else None
 
 
-def to_rows(text: bytes, offset: int, column: Columns, url: str) -> Lists:
+def to_rows(text: bytes, offset: int, column: Columns, url: str, where: Where | None = None) -> Lists:
     """Takes lists of token ids, or dicts of several columns, out of whole lines, the first of which is at ``offset``.
 
     Raises:
         ValueError: naming the line, if it is no JSON object, or its column no list of integers.
         LookupError: naming the line, if it has no such column.
+        TypeError: if the condition cannot be computed for the columns.
     """
-    if isinstance(column, tuple):
-        return _to_dicts(text, offset, column, url)
+    if isinstance(column, tuple) or where is not None:
+        return _to_rows(text, offset, column, url, where)
     key = json.dumps(column).encode()
     arrays, rows = [], []
     for line, begin in lines(text, offset):
@@ -145,16 +150,21 @@ def _value(row: dict[str, Any], column: str, place: str) -> Any:
     return row[column]
 
 
-def _to_dicts(text: bytes, offset: int, columns: tuple[str, ...], url: str) -> Lists:
-    values: dict[str, list[Any]] = {column: [] for column in columns}
-    rows = []
-    for line, begin in lines(text, offset):
-        place = f"the line at byte {begin} of {url}"
-        row = parse(line, place)
-        for column in columns:
-            values[column].append(_value(row, column, place))
-        rows.append(begin)
-    return Lists.of_dicts(values, rows)
+def _to_rows(text: bytes, offset: int, column: Columns, url: str, where: Where | None) -> Lists:
+    """Takes dicts or token ids out of lines of which the other columns count too; unwanted ones are empty."""
+    begins = [begin for _, begin in lines(text, offset)]
+    places = [f"the line at byte {begin} of {url}" for begin in begins]
+    rows = [parse(line, place) for (line, _), place in zip(lines(text, offset), places, strict=True)]
+    wanted = [True] * len(rows) if where is None else where.choose(rows, places, url).tolist()
+    columns = column if isinstance(column, tuple) else (column,)
+    values: dict[str, list[Any]] = {name: [] for name in columns}
+    for row, place, is_wanted in zip(rows, places, wanted, strict=True):
+        for name in columns:
+            values[name].append(_value(row, name, place) if is_wanted else None)
+    if isinstance(column, tuple):
+        return Lists.of_dicts(values, begins)
+    arrays = [_to_array(value, column, place) for value, place in zip(values[column], places, strict=True)]
+    return Lists.of(arrays, begins)
 
 
 def _quick(line: bytes, key: bytes, column: str) -> np.ndarray | None:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from ibm_nodes.formats.arrow import read_tail
 from ibm_nodes.formats.lists import Columns, Lists, check_column, check_columns, join, to_dicts, to_lists
+from ibm_nodes.formats.where import Where
 from ibm_nodes.listing import StoredObject
 from ibm_nodes.read_ahead import POLL_SECONDS, check_stopped
 
@@ -41,16 +42,17 @@ class ParquetFile:
 
     splittable = True
 
-    def __init__(self, file: StoredObject, column: Columns) -> None:
-        self._file = file
-        self._columns = list(column) if isinstance(column, tuple) else [column]
-        self._are_rows = isinstance(column, tuple)
+    def __init__(self, file: StoredObject, column: Columns, where: Where | None = None) -> None:
+        self._file, self._column, self._where = file, column, where
         self._metadata = _metadata(file)
         schema = self._metadata.schema.to_arrow_schema()
         if isinstance(column, tuple):
             check_columns(schema, column, file.url)
         else:
             check_column(schema, column, file.url)
+        columns = column if isinstance(column, tuple) else (column,)
+        self._conditions = [] if where is None else where.columns(schema, file.url)
+        self._columns = list(dict.fromkeys((*columns, *self._conditions)))  # those that are read
         self._leaves = [
             index
             for index in range(self._metadata.num_columns)
@@ -130,12 +132,15 @@ class ParquetFile:
         return batches
 
     def _lists(self, table: pa.Table, row: int) -> Lists:
-        if self._are_rows:
-            return to_dicts(table, tuple(self._columns), row)
+        lists = self._rows(table, row)
+        return lists if self._where is None else self._where.cut(lists, table.select(self._conditions), self._file.url)
+
+    def _rows(self, table: pa.Table, row: int) -> Lists:
+        if isinstance(self._column, tuple):
+            return to_dicts(table, self._column, row)
         parts = []
-        (column,) = self._columns
-        for chunk in table.column(column).chunks:
-            parts.append(to_lists(chunk, column, row))
+        for chunk in table.column(self._column).chunks:
+            parts.append(to_lists(chunk, self._column, row))
             row += len(chunk)
         return _copy(join(parts))
 
