@@ -101,6 +101,10 @@ class BestFit:
         """Takes the fullest sample."""
         return self._open.pop(self._keys.pop(0)).sample()
 
+    def opened(self) -> list[Sample]:
+        """Gives the open samples, the oldest first."""
+        return [Sample(array[:length], starts, places) for array, length, starts, places in self.snapshot()]
+
     def snapshot(self) -> tuple[Taken, ...]:
         """Gives the open samples, the oldest first; what is set in their arrays does not change any more."""
         by_age = sorted(self._keys, key=lambda key: key % FULL)

@@ -68,8 +68,8 @@ def test_changes_come_back_with_the_state_unless_other_weights_are_given():
     schedule.add(20, {"a": 1})
     state = stored(schedule.state())
     same, other = Schedule([(0, {"a": 1, "b": 1})]), Schedule([(0, {"a": 1, "b": 2})])
-    same.load(state)
-    other.load(state)
+    same.load(state, 9)
+    other.load(state, 9)
     assert same.changes == ((20, {"a": 1}),)
     assert other.changes == ()
 
