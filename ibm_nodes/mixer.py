@@ -70,7 +70,8 @@ class Mixer(Node[T]):
             raise ValueError("sources must not be empty")
         self.sources = dict(sources)
         self.schedule = weights if isinstance(weights, Schedule) else None
-        self.weights = self._scheduled() if isinstance(weights, Schedule) else integer_weights(weights, self.sources)
+        # Of a schedule its first ones, so that a description of the node does not depend on the clock.
+        self.weights = self._scheduled(0) if isinstance(weights, Schedule) else integer_weights(weights, self.sources)
         self.seed = check_seed(seed)
         self.max_tokens = dict(max_tokens or {})
         self.renamed = dict(renamed or {})
@@ -175,6 +176,8 @@ class Mixer(Node[T]):
             self._keep_credits()
             self._ended.append(due.name)
             self._activate()
+            if self.schedule is not None:
+                self.schedule.announce_end(due.name, dict(self._share()))
         raise StopIteration
 
     def _reweigh(self, schedule: Schedule) -> None:
@@ -185,7 +188,7 @@ class Mixer(Node[T]):
         """
         self._changes = schedule.changes
         _, self._until = schedule.weights(schedule.now)
-        weights = self._scheduled()
+        weights = self._scheduled(schedule.now)
         if weights != self.weights:
             if self._until == schedule.now + 1:
                 self._keep_credits()
@@ -194,9 +197,9 @@ class Mixer(Node[T]):
             self._active, self._shares, self._now = [], [], []  # also for a state that is taken after an error
             self.weights, self._prepared = weights, False
 
-    def _scheduled(self) -> dict[str, int]:
+    def _scheduled(self, number: int) -> dict[str, int]:
         assert self.schedule is not None
-        given, _ = self.schedule.weights(self.schedule.now)
+        given, _ = self.schedule.weights(number)
         return integer_weights({**dict.fromkeys(self.schedule.names, 0.0), **given}, self.sources)
 
     def _keep_credits(self) -> None:
