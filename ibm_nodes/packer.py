@@ -133,7 +133,7 @@ class Packer(Node[Sample]):
     def wants_back(self) -> bool:
         schedule = self.schedule
         if schedule is not None and schedule.now >= self._until:
-            self._goal, self._until = schedule.seq_len(schedule.now)
+            self._goal, self._until = schedule.seq_len_at(schedule.now)
         return self._goal != self._length
 
     def take_back(self, items: Sequence[Sample]) -> None:

@@ -101,26 +101,30 @@ class Schedule:
         names = {**one, **other}
         return {name: one.get(name, 0) * (1 - part) + other.get(name, 0) * part for name in names}, number + 1
 
-    def seq_len(self, number: int) -> tuple[int, float]:
+    def seq_len_at(self, number: int) -> tuple[int, float]:
         """Gives the tokens in a sample at its number, and the number of the sample up to which it is so."""
         index = bisect_right(self.seq_lens, number, key=_number) - 1
         end: float = self.seq_lens[index + 1][0] if index + 1 < len(self.seq_lens) else math.inf
         return self.seq_lens[index][1], end
 
+    @property
+    def longest(self) -> int:
+        """The tokens in the longest samples."""
+        return max(length for _, length in self.seq_lens)
+
     def tokens(self, number: int) -> int:
         """Gives how many tokens there are before a sample, of all ranks together and with padding."""
-        edges = [min(begin, number) for begin, _ in self.seq_lens]
-        return sum((end - begin) * n for (begin, end), (_, n) in zip(pairwise([*edges, number]), self.seq_lens))
+        edges = pairwise([*(min(begin, number) for begin, _ in self.seq_lens), number])
+        return sum((end - begin) * length for (begin, end), (_, length) in zip(edges, self.seq_lens, strict=True))
 
     def samples(self, tokens: int) -> int:
         """Gives the number of the first sample before which there are so many tokens."""
-        before = 0
-        for (begin, length), (end, _) in pairwise((*self.seq_lens, (math.inf, 0))):
-            number = begin + -(-(tokens - before) // length)
-            if number <= end:
-                break
-            before += (int(end) - begin) * length
-        return number
+        for (begin, length), (end, _) in pairwise(self.seq_lens):
+            if begin + -(-tokens // length) <= end:
+                return begin + -(-tokens // length)
+            tokens -= (end - begin) * length
+        begin, length = self.seq_lens[-1]
+        return begin + -(-tokens // length)
 
     def announce_end(self, name: str, left: Mapping[str, float]) -> None:
         """Logs that a dataset is used up, in the first of this process's logical shards where it is.

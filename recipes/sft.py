@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import BaseNode
 
 from ibm_nodes import CausalLMCollator, Listing, Loader, Packer, PromptMasker, Sample, Schedule, Shuffler
-from ibm_nodes.recipes.assemble import build_loader, mix
+from ibm_nodes.recipes.assemble import build_loader, mix, own_schedule
 
 
 def sft(
@@ -78,9 +78,9 @@ def sft(
         ValueError: if something does not divide or is out of range.
         FileNotFoundError, PermissionError, ConnectionError: if a dataset cannot be listed.
     """
+    schedule = own_schedule(weights, seq_len, global_batch_size=global_batch_size)
     graph = functools.partial(
         sft_graph,
-        seq_len=seq_len,
         eos_id=eos_id,
         response_ids=tuple(response_ids),
         prompt_ids=None if prompt_ids is None else tuple(prompt_ids),
@@ -97,7 +97,7 @@ def sft(
     collate = CausalLMCollator(
         shift_labels=shift_labels,
         pad_id=eos_id if pad_id is None else pad_id,
-        seq_len=seq_len,
+        seq_len=schedule,
         mask_boundaries=True,
         position_ids=True,
         cu_seqlens=True,
@@ -107,7 +107,7 @@ def sft(
         datasets,
         graph,
         collate,
-        weights=weights,
+        schedule=schedule,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
         num_shards=num_shards,
@@ -125,8 +125,7 @@ def sft_graph(
     num_shards: int,
     *,
     listings: Mapping[str, Listing],
-    weights: Mapping[str, float] | Schedule,
-    seq_len: int,
+    schedule: Schedule,
     eos_id: int,
     response_ids: Sequence[int],
     prompt_ids: Sequence[int] | None,
@@ -141,11 +140,11 @@ def sft_graph(
     buffer_size: int,
 ) -> BaseNode[Sample]:
     """Builds the graph of one logical shard."""
-    mixer = mix(shard, num_shards, listings, weights=weights, vocab_size=vocab_size, seed=seed, column=column)
+    mixer = mix(shard, num_shards, listings, weights=schedule, vocab_size=vocab_size, seed=seed, column=column)
     masker = PromptMasker(mixer, response_ids=response_ids, prompt_ids=prompt_ids)
     packer = Packer(
         masker,
-        seq_len=seq_len,
+        seq_len=schedule,
         eos_id=eos_id,
         bos_id=bos_id,
         pad_id=pad_id,
