@@ -395,7 +395,7 @@ def _mapping(name: str, pairs: Sequence[Pair]) -> dict[Any, Any]:
         for part in path:
             place = place.setdefault(part, {}) if isinstance(place, dict) else None
         if not isinstance(place, dict) or last in place:
-            raise ValueError(f"--{SINGULAR.get(name, name)} must give {key!r} once, got it twice")
+            raise ValueError(f"--{SINGULAR.get(name, name).replace('_', '-')} must give {key!r} once, got it twice")
         place[last] = value
     return mapping
 

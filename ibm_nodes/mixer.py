@@ -176,8 +176,6 @@ class Mixer(Node[T]):
             self._keep_credits()
             self._ended.append(due.name)
             self._activate()
-            if self.schedule is not None:
-                self.schedule.announce_end(due.name, dict(self._share()))
         raise StopIteration
 
     def _reweigh(self, schedule: Schedule) -> None:
@@ -234,6 +232,8 @@ class Mixer(Node[T]):
         self._shares = [share for _, share in shares]
         self._now = [self._credits[name] for name, _ in shares]
         self._due = self._now.index(max(self._now)) if shares else 0
+        if self.schedule is not None and self._ended:
+            self.schedule.note_ended(self._ended, dict(shares))
 
 
 def _state(

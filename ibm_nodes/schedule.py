@@ -66,6 +66,7 @@ class Schedule:
         self.now = 0
         self._check()
         self._arrange((), 0, 0)
+        self.watch(1, 0)
 
     @property
     def names(self) -> set[str]:
@@ -126,24 +127,36 @@ class Schedule:
         begin, length = self.seq_lens[-1]
         return begin + -(-tokens // length)
 
-    def announce_end(self, name: str, left: Mapping[str, float]) -> None:
-        """Logs that a dataset is used up, in the first of this process's logical shards where it is.
+    def watch(self, num_shards: int, num_left: int) -> None:
+        """Sets how many logical shards there are, and in how many of this rank a dataset may still end."""
+        self._num_shards, self._num_left = num_shards, num_left
+        self._used_up: dict[str, set[int]] = {}
+
+    def note_ended(self, names: Iterable[str], left: Mapping[str, float]) -> None:
+        """Is told by a mixer which datasets have ended in its logical shard; logs which are used up in all of the rank.
 
         Args:
-            name: of the dataset.
-            left: weights of the others there.
+            names: of the datasets.
+            left: weights of those that have not ended there.
         """
-        if name in self._announced:
-            return
-        self._announced.add(name)
-        others = ", ".join(f"{other} {share:.4g}" for other, share in shares(left).items()) if left else "nothing"
-        logger.warning(
-            "dataset %r is used up at sample %d, in the first of this rank's logical shards: left there is %s; in the "
-            "others it ends where they have read their parts of it",
-            name,
-            self.now,
-            others,
-        )
+        for name in names:
+            shards = self._used_up.setdefault(name, set())
+            if (shard := self.now % self._num_shards) in shards:
+                continue
+            shards.add(shard)
+            if len(shards) == self._num_left:
+                others = (
+                    ", ".join(f"{other} {share:.4g}" for other, share in shares(left).items())
+                    if left
+                    else "nothing is left"
+                )
+                logger.warning(
+                    "dataset %r is used up: by sample %d all logical shards of this rank have read their parts of it; "
+                    "weights are now: %s",
+                    name,
+                    self.now,
+                    others,
+                )
 
     def state(self) -> dict[str, Any]:
         """Gives what a state holds of it: what was given, what was set since, and where lengths change."""
@@ -213,7 +226,6 @@ class Schedule:
             begin: where a global batch begins.
         """
         self._begin = begin
-        self._announced: set[str] = set()
         size = self.global_batch_size
         lengths = list(past) or [(0, self.given_seq_lens[0][1])]
         for tokens, length in self.given_seq_lens:

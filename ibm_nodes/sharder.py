@@ -118,6 +118,8 @@ class Sharder(Node[T]):
             self._taken[shard] = _Taken(turns, ended, as_snapshot(state))
         self._turns = {shard: taken.turns for shard, taken in self._taken.items()}
         self._ended = {shard for shard, taken in self._taken.items() if taken.ended}
+        if self.schedule is not None:
+            self.schedule.watch(self.num_shards, len(self._taken) - len(self._ended))
         self._next = min(turns * self.num_shards + shard for shard, turns in self._turns.items())
 
     def next(self) -> T:

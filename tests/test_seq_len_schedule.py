@@ -6,9 +6,9 @@ import random
 from collections import Counter
 
 import corpora
-import test_elastic as elastic
 import numpy as np
 import pytest
+import test_elastic as elastic
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sources import Items, documents, stored
