@@ -145,17 +145,13 @@ class Schedule:
                 continue
             shards.add(shard)
             if len(shards) == self._num_left:
-                others = (
-                    ", ".join(f"{other} {share:.4g}" for other, share in shares(left).items())
-                    if left
-                    else "nothing is left"
-                )
+                others = ", ".join(f"{other} {share:.4g}" for other, share in shares(left).items()) if left else ""
                 logger.warning(
-                    "dataset %r is used up: by sample %d all logical shards of this rank have read their parts of it; "
-                    "weights are now: %s",
+                    "dataset %r is used up: by sample %d all logical shards of this rank have drawn what they may of "
+                    "it, and %s",
                     name,
                     self.now,
-                    others,
+                    f"the weights of the others are {others}" if left else "nothing is left",
                 )
 
     def state(self) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def test_a_dataset_that_is_used_up_leaves_its_weight_to_the_others(tmp_path):
 
 
 def used_up(loader):
-    """Draws until a dataset has ended in all logical shards; gives the number of the sample and what weights are left."""
+    """Draws until a dataset has ended in all logical shards, and gives the number of the sample."""
     node = loader.root.source.source  # the Sharder alone, which draws nothing ahead
     node.reset()
     for number in range(node.rank, 1 << 20, node.world_size):
@@ -151,8 +151,8 @@ def test_a_dataset_that_is_used_up_is_announced_once_at_its_sample(tmp_path, cap
     build = partial(load_recipe("pretrain"), urls, **settings, **limit, rank=rank, world_size=world_size)
     number = used_up(build())
     expected = (
-        f"dataset 'a' is used up: by sample {number} all logical shards of this rank have read their parts of it; "
-        "weights are now: b 0.25, c 0.75"
+        f"dataset 'a' is used up: by sample {number} all logical shards of this rank have drawn what they may of it, "
+        "and the weights of the others are b 0.25, c 0.75"
     )
     assert [record.getMessage() for record in caplog.records] == [expected]
     for prefetch_factor in (1, 6):
@@ -187,7 +187,7 @@ def test_data_that_ends_with_a_dataset_says_that_nothing_is_left(tmp_path, ibm_n
     assert code == 0
     assert "\na is used up in 100% of the logical shards\n" in out
     (record,) = (record for record in caplog.records if "used up" in record.getMessage())
-    assert record.getMessage().endswith("; weights are now: nothing is left")
+    assert record.getMessage().endswith(" of it, and nothing is left")
     assert "\na is used up in 100% of the logical shards\n" in ibm_nodes("checkpoint", "show", target)[1]
 
 
