@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
+from ibm_nodes.state import check_keys
+
 logger = logging.getLogger(__name__)
 
 SCHEDULE_KEY = "schedule"
@@ -167,19 +169,21 @@ class Schedule:
     def load(self, state: Mapping[str, Any] | None, position: int) -> None:
         """Takes over the lengths of the samples before a position, and the weights that were set in the run.
 
-        Weights that were set are gone if other ones were given since. Lengths that were given hold from the next global
-        batch on.
+        Weights that were set are gone if other ones were given since; those that were set of this object stay, since
+        a loader that was closed goes on from the state of its last item. Lengths that were given hold from the next
+        global batch on.
+
+        Raises:
+            ValueError: if it is no state of a schedule.
         """
-        same = state is not None and (
-            (self.interpolate, [*self.given])
-            == (state["interpolate"], [(tokens, dict(weights)) for tokens, weights in state["entries"]])
-        )
-        self.changes = ()
-        if state is not None and same:
-            self.changes = tuple((number, dict(weights)) for number, weights in state["changes"])
         if state is None:
+            self.changes = ()
             self._arrange((), position, position)
             return
+        check_keys(self, state, ("entries", "interpolate", "changes", "seq_lens", "batches"))
+        given = [(tokens, dict(weights)) for tokens, weights in state["entries"]]
+        if not self.changes and (self.interpolate, [*self.given]) == (state["interpolate"], given):
+            self.changes = tuple((number, dict(weights)) for number, weights in state["changes"])
         begin, size = state["batches"]
         past = [(number, length) for number, length in state["seq_lens"] if number < position]
         self._arrange(past, position, begin if size == self.global_batch_size else position)

@@ -101,6 +101,12 @@ def test_any_lengths_with_any_loads_come_where_a_count_of_tokens_says(legs, weig
         state, size_before = stored(schedule.state()), size
 
 
+def test_a_state_that_is_of_no_schedule_is_refused():
+    schedule = Schedule([(0, A)])
+    with pytest.raises(ValueError, match=r"not a state of Schedule: missing keys \['batches'\], unknown keys \['x'\]"):
+        schedule.load({**{key: value for key, value in schedule.state().items() if key != "batches"}, "x": 1}, 0)
+
+
 def test_a_state_of_a_loader_without_a_schedule_takes_the_lengths_from_its_position_on():
     schedule = Schedule([(0, A)], seq_len={0: 10, 100: 20, 2000: 40}, global_batch_size=4)
     schedule.load(None, 50)
