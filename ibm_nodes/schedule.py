@@ -68,6 +68,7 @@ class Schedule:
         self.now = 0
         self._check()
         self._arrange((), 0, 0)
+        self._announced: set[str] = set()
         self.watch(1, 0)
 
     @property
@@ -135,7 +136,7 @@ class Schedule:
         self._used_up: dict[str, set[int]] = {}
 
     def note_ended(self, names: Iterable[str], left: Mapping[str, float]) -> None:
-        """Is told by a mixer which datasets have ended in its logical shard; logs which are used up in all of the rank.
+        """Is told by a mixer which datasets have ended in its logical shard; logs once which are so in all of the rank.
 
         Args:
             names: of the datasets.
@@ -146,7 +147,8 @@ class Schedule:
             if (shard := self.now % self._num_shards) in shards:
                 continue
             shards.add(shard)
-            if len(shards) == self._num_left:
+            if len(shards) == self._num_left and name not in self._announced:
+                self._announced.add(name)
                 others = ", ".join(f"{other} {share:.4g}" for other, share in shares(left).items()) if left else ""
                 logger.warning(
                     "dataset %r is used up: by sample %d all logical shards of this rank have drawn what they may of "

@@ -169,6 +169,9 @@ def test_a_dataset_that_is_used_up_is_announced_once_at_its_sample(tmp_path, cap
                 "c": 0,
             }
             state = loader.state_dict()
+            loader.close()
+            for _ in range(8):
+                next(iterator)
         assert [record.getMessage() for record in caplog.records] == [expected]
     caplog.clear()
     with build() as loader:  # says once more in what the process goes on with
