@@ -275,7 +275,10 @@ def test_lengths_and_weights_change_at_the_same_samples_at_every_world_size(urls
     assert run([(world_size, STEPS, 0)], urls=urls, strategy=strategy)[0] == expected
 
 
-@pytest.mark.parametrize("seed", range(2))
+SEEDS = [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_they_survive_saves_and_loads_before_at_and_after_each_change(urls, reference, seed):
     strategy, expected, last = reference
     rng, plan, left = random.Random(seed), [], STEPS
