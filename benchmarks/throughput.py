@@ -131,13 +131,16 @@ def main() -> None:
         print(
             json.dumps({"run": name, "million_tokens_per_second": round(median, 2), "ratio": round(median / base, 3)})
         )
+    of_concat = float(np.median(rates["Arrow, best fit"]) / np.median(rates["Arrow"]))
+    print(f"best fit                     {of_concat:8.2f} of the speed of concat")
     milliseconds = get_state_milliseconds(urls["arrow"], args.num_shards)
     print(
         f"get_state of a Sharder       {milliseconds:8.3f} ms   ({args.num_shards} shards, {BATCH_SIZE} of them moved)"
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"peak memory                  {peak:8.0f} MiB")
-    print(json.dumps({"get_state_milliseconds": round(milliseconds, 3), "peak_mib": round(peak)}))
+    totals = {"get_state_milliseconds": round(milliseconds, 3), "peak_mib": round(peak)}
+    print(json.dumps({**totals, "best_fit_of_concat": round(of_concat, 3)}))
 
 
 if __name__ == "__main__":

@@ -101,6 +101,10 @@ class BestFit:
         """Takes the fullest sample."""
         return self._open.pop(self._keys.pop(0)).sample()
 
+    def opened(self) -> list[Sample]:
+        """Gives the open samples, the oldest first."""
+        return [Sample(array[:length], starts, places) for array, length, starts, places in self.snapshot()[1]]
+
     def snapshot(self) -> tuple[tuple[Run, ...], tuple[Taken, ...]]:
         """Gives what waits and the open samples, the oldest first; what is set in their arrays changes no more."""
         if not self._keys and not self.waiting:

@@ -89,6 +89,7 @@ def check(
         "global_batch_size": arguments.get("global_batch_size"),
         "seq_len": packer.seq_len if packer else None,
         "num_tokens": num_tokens,
+        "num_samples": _num_samples(packer, num_tokens) if packer and num_tokens else None,
         "world_size": world_size,
         "memory_bytes": blocks_bytes + min(blocks_bytes, BUDGET_BYTES) + _buffers_bytes(nodes, num_owned),
         "world_sizes": _world_sizes(num_shards, arguments),
@@ -244,7 +245,15 @@ def _buffers_bytes(nodes: Sequence[Any], num_owned: int) -> int:
     num_open = packer.num_open if packer and packer.strategy == "best_fit" else 1
     num_samples = num_owned * (num_open + (shuffler.buffer_size if shuffler else 0))
     num_batched = (2 + (prefetcher.prefetch_factor if prefetcher else 0)) * (batcher.batch_size if batcher else 0)
-    return (packer.seq_len if packer else 0) * (4 * num_samples + 16 * num_batched)
+    return (_longest(packer) if packer else 0) * (4 * num_samples + 16 * num_batched)
+
+
+def _longest(packer: Packer) -> int:
+    return packer.schedule.longest if packer.schedule else packer.seq_len
+
+
+def _num_samples(packer: Packer, num_tokens: int) -> float:
+    return packer.schedule.samples(num_tokens) if packer.schedule else num_tokens / packer.seq_len
 
 
 def _world_sizes(num_shards: int, arguments: Mapping[str, Any]) -> list[int]:

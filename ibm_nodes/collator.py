@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ibm_nodes.items import Sample, masked_in
+from ibm_nodes.schedule import Schedule
 
 IGNORE_INDEX = -100
 """The label that PyTorch's cross entropy leaves out."""
@@ -26,7 +27,8 @@ class CausalLMCollator:
             True: the label of each position is the next token, and that of the last one -100, for models that compare
             their output with the labels position by position.
         pad_id: id that fills samples up to the width.
-        seq_len: the width; None takes the longest sample of the batch.
+        seq_len: the width; None takes the longest sample of the batch. With a ``Schedule``, the packer's, it is what
+            that says for the sample drawn last.
         multiple_of: the width is rounded up to a multiple of this.
         mask_boundaries: the first token of a document that follows another one is no label.
         position_ids: add ``position_ids``, int64 of shape [batch, width], that begin at 0 in each document.
@@ -49,7 +51,7 @@ class CausalLMCollator:
         *,
         shift_labels: bool,
         pad_id: int = 0,
-        seq_len: int | None = None,
+        seq_len: int | Schedule | None = None,
         multiple_of: int = 1,
         mask_boundaries: bool = False,
         position_ids: bool = False,
@@ -59,7 +61,7 @@ class CausalLMCollator:
         num_valid: bool = False,
         context_parallel: tuple[int, int] | None = None,
     ) -> None:
-        if multiple_of < 1 or (seq_len is not None and seq_len < 1):
+        if multiple_of < 1 or (isinstance(seq_len, int) and seq_len < 1):
             raise ValueError(f"seq_len and multiple_of must be at least 1, got {seq_len} and {multiple_of}")
         if context_parallel is not None:
             rank, size = context_parallel
@@ -127,12 +129,16 @@ class CausalLMCollator:
         return more
 
     def _width(self, longest: int) -> int:
-        if self.seq_len is not None and longest > self.seq_len:
+        width = self.seq_len
+        if isinstance(width, Schedule):
+            # The longest, since a state from the middle of a step may be loaded where batches end at other samples.
+            width = max(longest, width.seq_len_at(width.now)[0])
+        if width is not None and longest > width:
             raise ValueError(
-                f"samples must have at most seq_len={self.seq_len} tokens, got one of {longest}: give the collator the "
+                f"samples must have at most seq_len={width} tokens, got one of {longest}: give the collator the "
                 "seq_len of the Packer"
             )
-        width = longest if self.seq_len is None else self.seq_len
+        width = longest if width is None else width
         return -(-width // self.multiple_of) * self.multiple_of
 
     def _labels(

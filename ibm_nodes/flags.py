@@ -13,7 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 RUN = "run_"
@@ -26,6 +26,13 @@ SINGULAR = {
 }
 """Flags that are given once for each entry of a mapping."""
 SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
+
+
+class Pair(NamedTuple):
+    """An entry of a mapping."""
+
+    key: Any
+    value: Any
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,8 +62,8 @@ def parser(name: str, recipe: Callable[..., Any]) -> Parser:
     """Gives the parser of ``ibm-nodes run NAME``: the flags of every run, then the recipe's.
 
     Each argument of the recipe that text can give is a flag; what is not given keeps the recipe's default. Mappings are
-    flags that are repeated, ``--data name=url``, and so are ranges, ``--skip 48:72`` or, in steps of 24 samples each,
-    ``--skip 3:4@24``. Arguments of other classes, such as a device mesh, are left out.
+    flags that are repeated, ``--data name=url`` or ``--seq-len-schedule 1T=8192``, and so are ranges, ``--skip 48:72``
+    or, in steps of 24 samples each, ``--skip 3:4@24``. Arguments of other classes, such as a device mesh, are left out.
 
     Raises:
         TypeError: if the recipe needs an argument that cannot be a flag, or one is named as a flag of every run.
@@ -232,7 +239,7 @@ def arguments(
     names = [name for name in signature(recipe).parameters if name in namespace and name not in left_out]
     given = {name: vars(namespace)[name] for name in names}
     for name, value in given.items():
-        if isinstance(value, list) and isinstance(value[0][0], str):
+        if isinstance(value, list) and isinstance(value[0], Pair):
             given[name] = _mapping(name, value)
     return given
 
@@ -293,13 +300,18 @@ def _options(parameter: inspect.Parameter) -> dict[str, Any] | None:
         if typing.get_origin(kind) is typing.Literal:
             return {"choices": typing.get_args(kind)}
         if typing.get_origin(kind) in (dict, collections.abc.Mapping):
-            value = typing.get_args(kind)[1]
-            if value is Any:
-                return {"action": "append", "type": _option, "metavar": "KEY=VALUE"}
-            return {"action": "append", "type": _pair(value), "metavar": f"NAME={_values(parameter, value)}"}
+            return {"action": "append", **_entry(parameter, *typing.get_args(kind))}
         if typing.get_origin(kind) is collections.abc.Sequence:
             return _sequence(kind)
     return None
+
+
+def _entry(parameter: inspect.Parameter, key: Any, value: Any) -> dict[str, Any]:
+    if key is int:
+        return {"type": _counted, "metavar": "AMOUNT=N"}
+    if value is Any:
+        return {"type": _option, "metavar": "KEY=VALUE"}
+    return {"type": _pair(value), "metavar": f"NAME={_values(parameter, value)}"}
 
 
 def _sequence(kind: Any) -> dict[str, Any] | None:
@@ -327,17 +339,24 @@ def _alternatives(annotation: Any) -> Sequence[Any]:
     return (annotation,)
 
 
-def _pair(kind: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
-    def parse(text: str) -> tuple[str, Any]:
+def _pair(kind: Callable[[str], Any]) -> Callable[[str], Pair]:
+    def parse(text: str) -> Pair:
         name, equals, value = text.partition("=")
         if not (name and equals and value):
             raise argparse.ArgumentTypeError(f"must be name=value, got {text!r}")
         try:
-            return name, kind(value)
+            return Pair(name, kind(value))
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be name=number, got {text!r}") from None
 
     return parse
+
+
+def _counted(text: str) -> Pair:
+    amount, _, value = text.partition("=")
+    with contextlib.suppress(ValueError, OverflowError):
+        return Pair(_count(amount), int(value))
+    raise argparse.ArgumentTypeError(f"must be AMOUNT=NUMBER, such as 1T=8192, got {text!r}")
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -354,29 +373,29 @@ def _range(text: str) -> tuple[int, int]:
     return begin, end
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _option(text: str) -> Pair:
     """Parses key=value; says nothing of the value, which may be a secret."""
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise argparse.ArgumentTypeError("must be key=value, such as endpoint_url=http://127.0.0.1:9000")
     if SECRET.search(key.rpartition(".")[2]):
-        return key, value  # also where it is all digits
+        return Pair(key, value)  # also where it is all digits
     try:
-        return key, json.loads(value)
+        return Pair(key, json.loads(value))
     except json.JSONDecodeError:
-        return key, value
+        return Pair(key, value)
 
 
-def _mapping(name: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _mapping(name: str, pairs: Sequence[Pair]) -> dict[Any, Any]:
     """Makes a mapping of pairs; a key with dots names a place in a nested one."""
-    mapping: dict[str, Any] = {}
+    mapping: dict[Any, Any] = {}
     for key, value in pairs:
         *path, last = key.split(".") if name == "storage_options" else [key]
         place: Any = mapping
         for part in path:
             place = place.setdefault(part, {}) if isinstance(place, dict) else None
         if not isinstance(place, dict) or last in place:
-            raise ValueError(f"--{SINGULAR.get(name, name)} must give {key!r} once, got it twice")
+            raise ValueError(f"--{SINGULAR.get(name, name).replace('_', '-')} must give {key!r} once, got it twice")
         place[last] = value
     return mapping
 

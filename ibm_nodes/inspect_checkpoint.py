@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ibm_nodes.checkpoint import Saved, list_saved, read_saved
+from ibm_nodes.schedule import SCHEDULE_KEY, Schedule, shares
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.state import SHARDS_KEY, State, merge
 from ibm_nodes.stats import dataset_totals
@@ -55,8 +56,9 @@ def describe_step(url: str, step: int | None = None, storage_options: Options = 
     Returns:
         A dict of ``step``, ``lineage``, ``world_size``, ``position``, ``num_shards``, ``settings``, ``tokens``,
         ``datasets`` (as ``ibm_nodes.stats`` gives them, of all ranks together, and ``epochs``: the lowest and the
-        highest that a logical shard is in), ``quarantined`` (the places in the data that were left out because of a
-        fault, as the nodes recorded them, each with its ``dataset``) and ``bytes_per_rank``.
+        highest that a logical shard is in), ``schedule`` (None without one, else what ``describe_schedule`` gives),
+        ``quarantined`` (the places in the data that were left out because of a fault, as the nodes recorded them, each
+        with its ``dataset``) and ``bytes_per_rank``.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint, or not of that step.
@@ -87,12 +89,41 @@ def describe_step(url: str, step: int | None = None, storage_options: Options = 
         "settings": contents[0]["settings"],
         "tokens": sum(entry.get("tokens", 0) for entry in datasets.values()),
         "datasets": datasets,
+        "schedule": describe_schedule(state[SCHEDULE_KEY], state[Sharder.POSITION_KEY]),
         "quarantined": [
             {"dataset": reader["settings"]["name"], **place}
             for reader in readers
             for place in reader.get(QUARANTINED_KEY, [])
         ],
         "bytes_per_rank": [chosen.files[rank].size for rank in range(chosen.world_size)],
+    }
+
+
+def describe_schedule(state: State | None, position: int) -> dict[str, Any] | None:
+    """Says what is in force at a position and what was, or will be.
+
+    Returns:
+        A dict of ``weights`` (shares in force), ``entries`` (what was given: each with ``sample`` and ``tokens`` from
+        which on it holds, and its shares as ``weights``), ``interpolate``, ``changes`` (what was set in the run: each
+        with ``sample`` and ``weights``), ``seq_len`` (in force) and ``seq_lens`` (each with ``sample``, ``tokens`` and
+        ``seq_len``; a schedule that was not told of lengths has one of 1, and counts samples for tokens).
+    """
+    if state is None:
+        return None
+    schedule = Schedule.restore(state)
+    lengths = [
+        {"sample": number, "tokens": schedule.tokens(number), "seq_len": length} for number, length in schedule.seq_lens
+    ]
+    return {
+        "weights": shares(schedule.weights(position)[0]),
+        "entries": [
+            {"sample": number, "tokens": tokens, "weights": shares(weights)}
+            for (number, weights), (tokens, _) in zip(schedule.entries, schedule.given, strict=True)
+        ],
+        "interpolate": schedule.interpolate,
+        "changes": [{"sample": number, "weights": shares(weights)} for number, weights in schedule.changes],
+        "seq_len": schedule.seq_len_at(position)[0],
+        "seq_lens": lengths,
     }
 
 

@@ -60,13 +60,21 @@ class Loader(torchdata.nodes.Loader[T]):
         if not self._is_reset:
             self.root.state_dict()  # which resets a node that was not yet
             self._is_reset = True
-        schedules = (getattr(node, "schedule", None) for node in self._chain())
-        set_since = next((schedule.state() for schedule in schedules if isinstance(schedule, Schedule)), None)
-        return _state, (snapshot(self.root), set_since)
+        schedule = self._schedule()
+        return _state, (snapshot(self.root), None if schedule is None else schedule.state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Sets the loader to a state; iterators that exist go on from there too."""
-        self.root.reset(copy_state(state_dict))
+        schedule = self._schedule()
+        set_before = () if schedule is None else schedule.changes
+        try:
+            if schedule is not None:
+                schedule.changes = ()
+            self.root.reset(copy_state(state_dict))
+        except BaseException:
+            if schedule is not None:
+                schedule.changes = set_before
+            raise
         position = state_dict.get("position", 0)
         self.origin = (BARE, position) if position else None
 
@@ -74,6 +82,10 @@ class Loader(torchdata.nodes.Loader[T]):
         """Ends the background threads and lets go of blocks; iterating again goes on after the last item handed out."""
         for node in self._chain():
             getattr(node, "close", lambda: None)()
+
+    def _schedule(self) -> Schedule | None:
+        found = (getattr(node, "schedule", None) for node in self._chain())
+        return next((schedule for schedule in found if isinstance(schedule, Schedule)), None)
 
     def _chain(self) -> Iterator[Any]:
         node: Any = self.root

@@ -71,7 +71,8 @@ class Mixer(Node[T]):
             raise ValueError("sources must not be empty")
         self.sources = dict(sources)
         self.schedule = weights if isinstance(weights, Schedule) else None
-        self.weights = self._scheduled() if isinstance(weights, Schedule) else integer_weights(weights, self.sources)
+        # Of a schedule its first ones, so that a description of the node does not depend on the clock.
+        self.weights = self._scheduled(0) if isinstance(weights, Schedule) else integer_weights(weights, self.sources)
         self.seed = check_seed(seed)
         self.max_tokens = dict(max_tokens or {})
         self.renamed = dict(renamed or {})
@@ -237,7 +238,7 @@ class Mixer(Node[T]):
         """
         self._changes = schedule.changes
         _, self._until = schedule.weights(schedule.now)
-        weights = self._scheduled()
+        weights = self._scheduled(schedule.now)
         if weights != self.weights:
             self._settle()
             if self._until != schedule.now + 1:
@@ -246,9 +247,9 @@ class Mixer(Node[T]):
             self._active, self._shares = [], []
             self._lay_down([], [], ())  # also for a state that is taken after an error
 
-    def _scheduled(self) -> dict[str, int]:
+    def _scheduled(self, number: int) -> dict[str, int]:
         assert self.schedule is not None
-        given, _ = self.schedule.weights(self.schedule.now)
+        given, _ = self.schedule.weights(number)
         return integer_weights({**dict.fromkeys(self.schedule.names, 0.0), **given}, self.sources)
 
     def _with_new_names(self, state: State) -> State:
@@ -277,6 +278,8 @@ class Mixer(Node[T]):
         shares = self._share()
         self._active = [self._places[name] for name, _ in shares]
         self._shares = [share for _, share in shares]
+        if self.schedule is not None and self._ended:
+            self.schedule.note_ended(self._ended, dict(shares))
 
 
 class _Part(NamedTuple):

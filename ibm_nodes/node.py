@@ -53,15 +53,20 @@ class Node(BaseNode[T]):
         """
         return [next(self)]
 
-    def take_back(self, items: Sequence[T]) -> bool:
-        """Is offered, after a reset, what a node above had kept of it; says whether it takes it back.
+    @property
+    def wants_back(self) -> bool:
+        """Whether its next items are others than those that it would have given, made of what nodes above have kept.
 
-        It does where it was saved with another setting and yields other items now, made of these among others.
+        So it is where a setting changes while it runs, or has changed since its state was taken.
+        """
+        return False
+
+    def take_back(self, items: Sequence[T]) -> None:
+        """Takes back what a node above has kept of it, if it wants that.
 
         Args:
             items: in the order in which they were drawn.
         """
-        return False
 
 
 def snapshot(node: BaseNode[Any]) -> Snapshot:

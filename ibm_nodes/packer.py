@@ -1,5 +1,6 @@
 """Packer: documents to samples of a fixed number of tokens."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
@@ -9,6 +10,7 @@ from torchdata.nodes import BaseNode
 from ibm_nodes.best_fit import BestFit, Taken
 from ibm_nodes.items import Document, Sample, freeze, thaw
 from ibm_nodes.node import Node, Snapshot, draw, render, snapshot
+from ibm_nodes.schedule import Schedule
 from ibm_nodes.state import State, check_keys, check_settings
 from ibm_nodes.tail import Run, Tail, Waiting, runs_in, runs_of
 
@@ -31,13 +33,13 @@ class Packer(Node[Sample]):
     - ``best_fit``: whole documents, each into the fullest of ``num_open`` open samples that has room for it.
 
     Samples hold no padding: a collator adds it. Documents that wait and samples that are open are part of the state,
-    and come when the source ends. ``seq_len`` may be another one when a state is loaded: then these, and the samples
-    that a ``Shuffler`` above has kept, are cut anew in their order, split if they are longer; none of their tokens is
-    lost or repeated.
+    and come when the source ends. Where ``seq_len`` changes, when a state is loaded or by a ``Schedule``, these and the
+    samples that a ``Shuffler`` above has kept are cut anew in their order, split if they are longer; none of their
+    tokens is lost or repeated.
 
     Args:
         source: node of documents.
-        seq_len: tokens in a sample.
+        seq_len: tokens in a sample; with a ``Schedule``, as many as it says for the sample that is drawn.
         eos_id: id that closes a document.
         bos_id: id that opens a document, or None.
         pad_id: id that documents in the data may end with as padding, which is taken off; or None.
@@ -62,7 +64,7 @@ class Packer(Node[Sample]):
         self,
         source: BaseNode[Document],
         *,
-        seq_len: int,
+        seq_len: int | Schedule,
         eos_id: int,
         bos_id: int | None = None,
         pad_id: int | None = None,
@@ -72,7 +74,10 @@ class Packer(Node[Sample]):
         drop_last: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in (("seq_len", seq_len), ("num_open", num_open)):
+        self.schedule = seq_len if isinstance(seq_len, Schedule) else None
+        # Of a schedule its first one, so that a description of the node does not depend on the clock.
+        self.seq_len = seq_len.given_seq_lens[0][1] if isinstance(seq_len, Schedule) else seq_len
+        for name, value in (("seq_len", self.seq_len), ("num_open", num_open)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         for name, token in (("eos_id", eos_id), ("bos_id", bos_id), ("pad_id", pad_id)):
@@ -82,7 +87,6 @@ class Packer(Node[Sample]):
             if choice not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {choice!r}")
         self.source = source
-        self.seq_len = seq_len
         self.eos_id = eos_id
         self.bos_id = bos_id
         self.pad_id = pad_id
@@ -101,49 +105,63 @@ class Packer(Node[Sample]):
         own = (self.SEQ_LEN_KEY, self.COUNTS_KEY, self.TAIL_KEY, self.OPEN_KEY, self.SOURCE_KEY)
         check_keys(self, state, (*self.SETTING_KEYS, *own))
         check_settings(self, state, **self._settings)
-        self._saved_seq_len: int = state[self.SEQ_LEN_KEY]
         self._counts: dict[str, int] = dict(state[self.COUNTS_KEY])
-        self._tail = Tail(
-            eos_id=self.eos_id,
-            bos_id=self.bos_id,
-            pad_id=self.pad_id,
-            limit=None if self.overflow == "split" else self.seq_len,
-            truncate=self.overflow == "truncate",
-            counts=self._counts,
-        )
-        num_open = 1 if self.strategy == "pad" else self.num_open
-        self._fit = BestFit(seq_len=self.seq_len, num_open=num_open, counts=self._counts)
+        # The length that samples have, and the one that they are to have up to a sample of the global stream.
+        self._length: int = state[self.SEQ_LEN_KEY]
+        self._goal, self._until = self.seq_len, -1 if self.schedule else math.inf
+        self._begin()
         opened, waiting = ([thaw(sample) for sample in state[key]] for key in (self.OPEN_KEY, self.TAIL_KEY))
-        if self._saved_seq_len == self.seq_len:
-            self._fit.restore(opened)
-            opened = []
-        self._put(run for sample in (*opened, *waiting) for run in runs_in(sample))
+        self._fit.restore(opened)
+        self._put(run for sample in waiting for run in runs_in(sample))
         self.source.reset(state[self.SOURCE_KEY])
 
     def next(self) -> Sample:
+        if self.wants_back:
+            self.take_back(())
         sample = self._concat() if self.strategy == "concat" else self._whole()
         counts, length = self._counts, len(sample.tokens)
         counts["tokens"] += length
-        if length < self.seq_len:
-            counts["padding"] += self.seq_len - length
+        if length < self._length:
+            counts["padding"] += self._length - length
         return sample
 
     def snapshot(self) -> Snapshot:
         waiting, opened = self._tail.snapshot(), self._fit.snapshot()
-        return _state, (self.seq_len, self._settings, self._counts.copy(), waiting, opened, snapshot(self.source))
+        return _state, (self._length, self._settings, self._counts.copy(), waiting, opened, snapshot(self.source))
 
-    def take_back(self, items: Sequence[Sample]) -> bool:
-        if self._saved_seq_len == self.seq_len:
-            return False
+    @property
+    def wants_back(self) -> bool:
+        schedule = self.schedule
+        if schedule is not None and schedule.now >= self._until:
+            self._goal, self._until = schedule.seq_len_at(schedule.now)
+        return self._goal != self._length
+
+    def take_back(self, items: Sequence[Sample]) -> None:
+        if not self.wants_back:
+            return
         self._counts["tokens"] -= sum(len(sample.tokens) for sample in items)
-        self._counts["padding"] -= sum(self._saved_seq_len - len(sample.tokens) for sample in items)
-        waiting = [*self._fit.take(), *self._tail.take()]
-        self._put([*(run for sample in items for run in runs_in(sample)), *waiting])
-        self._saved_seq_len = self.seq_len
-        return True
+        self._counts["padding"] -= sum(self._length - len(sample.tokens) for sample in items)
+        kept = [run for sample in (*items, *self._fit.opened()) for run in runs_in(sample)]
+        kept += [*self._fit.take(), *self._tail.take()]
+        self._length = self._goal
+        self._begin()
+        self._put(kept)
+
+    def _begin(self) -> None:
+        """Begins with nothing packed, in samples of the length that they have."""
+        self._tail = Tail(
+            eos_id=self.eos_id,
+            bos_id=self.bos_id,
+            pad_id=self.pad_id,
+            limit=None if self.overflow == "split" else self._length,
+            truncate=self.overflow == "truncate",
+            counts=self._counts,
+        )
+        num_open = 1 if self.strategy == "pad" else self.num_open
+        self._fit = BestFit(seq_len=self._length, num_open=num_open, counts=self._counts)
 
     def _concat(self) -> Sample:
-        tail, seq_len = self._tail, self.seq_len
+        tail, seq_len = self._tail, self._length
         while tail.length < seq_len:
             if not self._draw(seq_len - tail.length):
                 break
@@ -152,7 +170,7 @@ class Packer(Node[Sample]):
         return tail.cut(seq_len)
 
     def _whole(self) -> Sample:
-        fit, seq_len = self._fit, self.seq_len
+        fit, seq_len = self._fit, self._length
         more = True
         while more:
             # How many documents are drawn before a sample depends on the documents alone, not on how many come at once.

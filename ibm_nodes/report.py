@@ -91,6 +91,7 @@ def run_summary(report: Report) -> list[str]:
         "first batch"
     )
     lines += columns([DATASET_HEAD, *_datasets(report)])
+    lines += _used_up(report)
     packing = report["packing"]
     lines.append(
         f"packed {packing['documents']:,} documents: {packing['truncated']:.2%} truncated, {packing['dropped']:.2%} "
@@ -156,9 +157,47 @@ def checkpoint_step(report: Report) -> list[str]:
         f"step {report['step']:,}: {report['position']:,} samples, {count(report['tokens'])} tokens drawn, "
         f"{report['num_shards']:,} logical shards" + (f", batches of {batch:,} samples" if batch else ""),
         *columns(rows),
+        *_used_up(report),
+        *_scheduled(report["schedule"]),
         f"bytes a rank: {size(min(sizes))} to {size(max(sizes))}, {size(sum(sizes))} on {len(sizes):,} ranks",
         *(f"quarantined of {place['dataset']}: {place['url']}, {place['reason']}" for place in report["quarantined"]),
     ]
+
+
+def _scheduled(schedule: Report | None) -> list[str]:
+    """Writes the weights and the length of samples that are in force, and where they change."""
+    if schedule is None:
+        return []
+    counted = [entry["seq_len"] for entry in schedule["seq_lens"]] != [1]
+    line = ", in a line to the next" if schedule["interpolate"] else ""
+    lines = [f"weights in force: {_shares(schedule['weights'])}"]
+    if len(schedule["entries"]) > 1:
+        for entry in schedule["entries"]:
+            at = _from(entry) if counted else f"sample {entry['sample']:,}"
+            lines.append(f"weights from {at} on: {_shares(entry['weights'])}{line}")
+        lines[-1] = lines[-1].removesuffix(line)
+    lines += [
+        f"weights set in the run, from sample {entry['sample']:,} on: {_shares(entry['weights'])}"
+        for entry in schedule["changes"]
+    ]
+    if counted:
+        lines.append(f"seq_len in force: {schedule['seq_len']:,}")
+    if len(schedule["seq_lens"]) > 1:
+        lines += [f"seq_len from {_from(entry)} on: {entry['seq_len']:,}" for entry in schedule["seq_lens"]]
+    return lines
+
+
+def _from(entry: Report) -> str:
+    return f"sample {entry['sample']:,} ({count(entry['tokens'])} tokens)"
+
+
+def _shares(weights: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in weights.items())
+
+
+def _used_up(report: Report) -> list[str]:
+    used_up = {name: entry["used_up"] for name, entry in report["datasets"].items() if entry.get("used_up")}
+    return [f"{name} is used up in {share:.0%} of the logical shards" for name, share in used_up.items()]
 
 
 def trace_summary(report: Report) -> list[str]:
@@ -205,8 +244,8 @@ def _facts(report: Report) -> dict[str, str]:
         "world sizes that work": ", ".join(sizes) or "none",
         "memory of a rank": f"~{memory} at world size {report['world_size']}, beside Python and torch",
     }
-    if report["num_tokens"] and report["global_batch_size"] and report["seq_len"]:
-        steps = report["num_tokens"] / (report["global_batch_size"] * report["seq_len"])
+    if report["num_samples"] and report["global_batch_size"]:
+        steps = report["num_samples"] / report["global_batch_size"]
         facts["steps"] = f"{steps:,.0f} for {count(report['num_tokens'])} tokens"
     again = {name: entry["resume_bytes"] for name, entry in report["datasets"].items() if entry["resume_bytes"]}
     if again:

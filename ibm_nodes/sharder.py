@@ -1,5 +1,6 @@
 """Sharder: the logical shards that a rank owns, visited so that the global stream is the same at any world size."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -43,8 +44,8 @@ class Sharder(Node[T]):
         num_shards: number of logical shards, fixed for the life of a run; a multiple of every world size to be used.
         rank: number of this data-parallel rank.
         world_size: number of data-parallel ranks.
-        schedule: the Schedule of the graphs' mixers, whose clock is set before each draw; what was set of it in the run
-            is part of the state.
+        schedule: the Schedule of the graphs' mixers and packers, whose clock is set before each draw and which may end
+            the run; what was set of it in the run is part of the state.
         filler: item that a shard which has ended yields at its turns; None passes it over.
         skip: half-open ranges [begin, end) of sample numbers to leave out, the same on all ranks; whole global batches.
         max_items: items of the global stream after which all ranks end; a multiple of the global batch size, or the
@@ -114,7 +115,9 @@ class Sharder(Node[T]):
                 )
         self._to_skip = self._whole_turns(position)
         if self.schedule is not None:
-            self.schedule.load(None if initial_state is None else initial_state[SCHEDULE_KEY])
+            self.schedule.load(None if initial_state is None else initial_state[SCHEDULE_KEY], position)
+        ends = math.inf if self.schedule is None else self.schedule.end
+        self._end = ends if self.max_items is None else min(ends, self.max_items)
         self._position = position
         self._graphs: dict[int, BaseNode[T]] = {}
         self._moved: set[int] = set()
@@ -125,6 +128,8 @@ class Sharder(Node[T]):
             self._taken[shard] = _Taken(turns, ended, as_snapshot(state))
         self._turns = {shard: taken.turns for shard, taken in self._taken.items()}
         self._ended = {shard for shard, taken in self._taken.items() if taken.ended}
+        if self.schedule is not None:
+            self.schedule.watch(self.num_shards, len(self._taken) - len(self._ended))
         self._next = min(turns * self.num_shards + shard for shard, turns in self._turns.items())
 
     def next(self) -> T:
@@ -179,7 +184,7 @@ class Sharder(Node[T]):
     @property
     def all_ended(self) -> bool:
         """Whether no shard of this rank has an item left, as far as is known."""
-        return len(self._ended) == len(self._taken) or (self.max_items is not None and self._next >= self.max_items)
+        return len(self._ended) == len(self._taken) or self._next >= self._end
 
     def _fill(self, turn: int) -> T:
         assert self.filler is not None

@@ -17,7 +17,7 @@ class Shuffler(Node[T]):
     """Yields the source's items in a random order, each from a buffer that is full until the source ends.
 
     When the source ends, the rest of the buffer follows, in random order too. The buffer is part of the state. A source
-    that makes other items after a load, such as a Packer with another seq_len, gets the buffer back to cut it anew.
+    that makes other items from now on, such as a Packer with another seq_len, gets the buffer back to cut it anew.
 
     Args:
         source: node of items that ``ibm_nodes.items.freeze`` can save: samples, documents, dicts, arrays, tensors.
@@ -52,6 +52,7 @@ class Shuffler(Node[T]):
         # How many items came before each.
         self._numbers: list[int] = []
         self._drawn = 0
+        self._below: Node[T] | None = self.source if isinstance(self.source, Node) else None
         if initial_state is None:
             self.source.reset(None)
             return
@@ -63,11 +64,10 @@ class Shuffler(Node[T]):
         self._numbers = list(initial_state[self.NUMBERS_KEY])
         self._drawn = initial_state[self.DRAWN_KEY]
         self.source.reset(initial_state[self.SOURCE_KEY])
-        in_order = [item for _, item in sorted(zip(self._numbers, self._buffer, strict=True), key=itemgetter(0))]
-        if isinstance(self.source, Node) and self.source.take_back(in_order):
-            self._buffer, self._plain, self._numbers = [], [], []
 
     def next(self) -> T:
+        if self._below is not None and self._below.wants_back:
+            self._give_back(self._below)
         buffer, plain, numbers = self._buffer, self._plain, self._numbers
         while len(buffer) < self.buffer_size:
             try:
@@ -101,6 +101,11 @@ class Shuffler(Node[T]):
             self._numbers.copy(),
             snapshot(self.source),
         )
+
+    def _give_back(self, below: Node[T]) -> None:
+        in_order = [item for _, item in sorted(zip(self._numbers, self._buffer, strict=True), key=itemgetter(0))]
+        below.take_back(in_order)
+        self._buffer, self._plain, self._numbers = [], [], []
 
 
 def _state(seed: Seed, buffer_size: int, drawn: int, buffer: list[Any], numbers: list[int], source: Snapshot) -> State:

@@ -20,8 +20,8 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
         ``packing``: documents that were packed, the shares of them that were ``truncated`` (cut by the end of a sample
         or to its length) and ``dropped``, and the share of samples that is ``padding``; and ``datasets``: for each name
         tokens and documents drawn, ``share`` of all tokens, ``weight``, ``passes`` over the data, ``skipped``,
-        documents without tokens, and ``dropped`` documents and ``dropped_tokens`` if a ``Filter`` dropped any. What
-        waits in buffers counts.
+        documents without tokens, ``used_up``, the share of this rank's logical shards in which it has ended, and
+        ``dropped`` documents and ``dropped_tokens`` if a ``Filter`` dropped any. What waits in buffers counts.
     """
     state = loader.state_dict()
     shards = list(state.get(SHARDS_KEY, {0: state}).values())
@@ -62,11 +62,12 @@ def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict
         total = sum(mixer["weights"].values()) or 1
         for name, tokens in mixer["tokens"].items():
             entry = datasets.setdefault(
-                name, dict.fromkeys(("tokens", "documents", "share", "weight", "passes", "skipped"), 0)
+                name, dict.fromkeys(("tokens", "documents", "share", "weight", "passes", "skipped", "used_up"), 0)
             )
             entry["tokens"] += tokens
             entry["documents"] += mixer["documents"][name]
             entry["weight"] = mixer["weights"].get(name, 0) / total
+            entry["used_up"] += name in mixer["ended"]
     for name, reader in (found for shard in shards for found in _readers(shard)):
         entry = datasets.setdefault(name or reader["settings"]["name"], {"passes": 0, "skipped": 0})
         entry["passes"] += reader["passes"] * (num_shards if reader["whole"] else 1) / num_owned
@@ -78,6 +79,7 @@ def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict
             entry["dropped_tokens"] = entry.get("dropped_tokens", 0) + tokens
     drawn = sum(entry.get("tokens", 0) for entry in datasets.values())
     for entry in datasets.values():
+        entry["used_up"] = entry.get("used_up", 0) / num_owned
         if drawn and "tokens" in entry:
             entry["share"] = entry["tokens"] / drawn
     return datasets

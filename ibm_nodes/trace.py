@@ -201,13 +201,13 @@ def _states(
     """Gives the states of some logical shards, and reads only the files that hold them; sets the schedule as it was."""
     if saved is None:
         if sharder.schedule is not None:
-            sharder.schedule.load(None)
+            sharder.schedule.load(None, 0)
         return {shard: (0, False, None) for shard in shards}
     ranks = sorted({shard % saved.world_size for shard in shards})
     state = merge(content["state"] for content in read_ranks(saved, ranks, storage_options))
     check_settings(sharder, state, num_shards=sharder.num_shards)
     if sharder.schedule is not None:
-        sharder.schedule.load(state[SCHEDULE_KEY])
+        sharder.schedule.load(state[SCHEDULE_KEY], state[Sharder.POSITION_KEY])
     return {shard: state[SHARDS_KEY][shard] for shard in shards}
 
 

@@ -102,16 +102,40 @@ def mix(
     return Mixer(sources, weights=weights, seed=(seed, shard), max_tokens=limits, renamed=renamed)
 
 
+def own_schedule(
+    weights: Mapping[str, float] | Schedule,
+    seq_len: int,
+    seq_len_schedule: Mapping[int, int] | None = None,
+    *,
+    global_batch_size: int,
+    max_tokens: int | None = None,
+) -> Schedule:
+    """Makes the schedule of one loader, whose Sharder sets its clock."""
+    if max_tokens is not None and max_tokens < seq_len * global_batch_size:
+        raise ValueError(f"max_tokens must be at least a global batch, {seq_len * global_batch_size}, got {max_tokens}")
+    if seq_len_schedule and min(seq_len_schedule) < 1:
+        raise ValueError(
+            f"seq_len_schedule must begin after 1 token or more, got {min(seq_len_schedule)}: seq_len holds until then"
+        )
+    schedule = weights if isinstance(weights, Schedule) else Schedule([(0, weights)])
+    return Schedule(
+        schedule.given,
+        interpolate=schedule.interpolate,
+        seq_len={0: seq_len, **(seq_len_schedule or {})},
+        global_batch_size=global_batch_size,
+        max_tokens=max_tokens,
+    )
+
+
 def build_loader(
     datasets: Mapping[str, str],
     graph: "functools.partial[BaseNode[Sample]]",
     collate: CausalLMCollator,
     *,
-    weights: Mapping[str, float] | Schedule,
+    schedule: Schedule,
     global_batch_size: int,
     micro_batch_size: int | None,
     num_shards: int | None,
-    max_tokens: int | None = None,
     skip: Sequence[tuple[int, int]] = (),
     prefetch_factor: int,
     pin_memory: bool | None,
@@ -126,13 +150,12 @@ def build_loader(
     Args:
         datasets: prefix by name.
         graph: partial of a function that builds the graph of one logical shard; it is given ``listings`` and
-            ``weights``, a Schedule, too. All ranks must have given it the same.
+            ``schedule`` too. All ranks must have given it the same.
         collate: makes a batch of samples.
-        weights: share of tokens by name, or a Schedule.
+        schedule: as ``own_schedule`` made it.
         global_batch_size: samples in an optimizer step.
         micro_batch_size: samples in a batch, or None.
         num_shards: number of logical shards, or None.
-        max_tokens: tokens after which the run ends, or None.
         skip: ranges of samples to leave out.
         prefetch_factor: batches that are ready ahead.
         pin_memory: page-locked batches, or None.
@@ -147,14 +170,9 @@ def build_loader(
     if num_shards is None:
         num_shards = -(-MIN_SHARDS // global_batch_size) * global_batch_size
     listings = from_rank_zero(functools.partial(list_all, datasets, storage_options, listing))
-    given, seq_len = graph.keywords, graph.keywords["seq_len"]
-    schedule = weights if isinstance(weights, Schedule) else Schedule([(0, weights)])
-    # A loader's own: the Sharder sets its clock.
-    schedule = Schedule(schedule.given, interpolate=schedule.interpolate, seq_len=seq_len)
-    graph = functools.partial(graph, listings=listings, weights=schedule)
+    given = graph.keywords
+    graph = functools.partial(graph, listings=listings, schedule=schedule)
     graph(0, num_shards)  # checks the arguments of all nodes; touches no data
-    if max_tokens is not None and max_tokens < seq_len * global_batch_size:
-        raise ValueError(f"max_tokens must be at least a global batch, {seq_len * global_batch_size}, got {max_tokens}")
     vocab_size = given["vocab_size"]
     for name, token in ((name, given.get(name)) for name in ("eos_id", "bos_id", "pad_id")):
         if vocab_size is not None and token is not None and token >= vocab_size:
@@ -166,21 +184,20 @@ def build_loader(
         world_size=world_size,
         schedule=schedule,
         skip=skip,
-        max_items=None if max_tokens is None else max_tokens // seq_len // global_batch_size * global_batch_size,
     )
     settings: dict[str, Any] = {
         "datasets": {name: listing.digest for name, listing in listings.items()},
-        "weights": repr(schedule),
+        "schedule": repr(schedule),
         **given,
         "num_shards": num_shards,
         "global_batch_size": global_batch_size,
         "world_size": world_size,
-        "max_tokens": max_tokens,
+        "max_tokens": schedule.max_tokens,
         "skip": sharder.skip,
     }
     check_agreement(settings)
     _check_whole_batches(sharder.skip, global_batch_size)
-    buffered_tokens = seq_len * (given["buffer_size"] + given.get("num_open", 0))
+    buffered_tokens = schedule.longest * (given["buffer_size"] + given.get("num_open", 0))
     _warn_of_memory(listings, num_shards, world_size, global_batch_size, buffered_tokens)
     node = Batcher(sharder, batch_size=batch_size, collate=collate)
     prefetcher = Prefetcher(node, prefetch_factor=prefetch_factor, pin_memory=pin_memory)

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import BaseNode
 
 from ibm_nodes import CausalLMCollator, Listing, Loader, Packer, Sample, Schedule, Shuffler
-from ibm_nodes.recipes.assemble import build_loader, mix
+from ibm_nodes.recipes.assemble import build_loader, mix, own_schedule
 
 
 def long_context(
@@ -19,6 +19,7 @@ def long_context(
     eos_id: int,
     global_batch_size: int,
     micro_batch_size: int | None = None,
+    seq_len_schedule: Mapping[int, int] | None = None,
     bos_id: int | None = None,
     pad_id: int | None = None,
     vocab_size: int | None = None,
@@ -54,6 +55,8 @@ def long_context(
         eos_id: id that closes a document.
         global_batch_size: samples in an optimizer step, on all data-parallel ranks together.
         micro_batch_size: samples in a batch of this rank; None makes a step one batch.
+        seq_len_schedule: by tokens of the run, the seq_len from the first global batch on that has so many before it,
+            such as ``{10**12: 8192}``; seq_len holds until then.
         bos_id: id that opens a document, or None.
         pad_id: id that fills samples, and that is taken off documents which end with it; None fills with eos_id.
         vocab_size: ids must be below it, if it is given.
@@ -82,9 +85,9 @@ def long_context(
         ValueError: if something does not divide or is out of range.
         FileNotFoundError, PermissionError, ConnectionError: if a dataset cannot be listed.
     """
+    schedule = own_schedule(weights, seq_len, seq_len_schedule, global_batch_size=global_batch_size)
     graph = functools.partial(
         long_context_graph,
-        seq_len=seq_len,
         eos_id=eos_id,
         bos_id=bos_id,
         pad_id=pad_id,
@@ -99,7 +102,7 @@ def long_context(
     collate = CausalLMCollator(
         shift_labels=shift_labels,
         pad_id=eos_id if pad_id is None else pad_id,
-        seq_len=seq_len,
+        seq_len=schedule,
         multiple_of=multiple_of,
         mask_boundaries=True,
         position_ids=True,
@@ -111,7 +114,7 @@ def long_context(
         datasets,
         graph,
         collate,
-        weights=weights,
+        schedule=schedule,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
         num_shards=num_shards,
@@ -130,8 +133,7 @@ def long_context_graph(
     num_shards: int,
     *,
     listings: Mapping[str, Listing],
-    weights: Mapping[str, float] | Schedule,
-    seq_len: int,
+    schedule: Schedule,
     eos_id: int,
     bos_id: int | None,
     pad_id: int | None,
@@ -148,7 +150,7 @@ def long_context_graph(
         shard,
         num_shards,
         listings,
-        weights=weights,
+        weights=schedule,
         vocab_size=vocab_size,
         seed=seed,
         column=column,
@@ -156,7 +158,7 @@ def long_context_graph(
     )
     packer = Packer(
         mixer,
-        seq_len=seq_len,
+        seq_len=schedule,
         eos_id=eos_id,
         bos_id=bos_id,
         pad_id=pad_id,

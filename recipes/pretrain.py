@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import BaseNode
 
 from ibm_nodes import CausalLMCollator, Listing, Loader, Packer, Sample, Schedule, Shuffler
-from ibm_nodes.recipes.assemble import Text, build_loader, mix
+from ibm_nodes.recipes.assemble import Text, build_loader, mix, own_schedule
 
 
 def pretrain(
@@ -19,6 +19,7 @@ def pretrain(
     eos_id: int,
     global_batch_size: int,
     micro_batch_size: int | None = None,
+    seq_len_schedule: Mapping[int, int] | None = None,
     bos_id: int | None = None,
     vocab_size: int | None = None,
     num_shards: int | None = None,
@@ -56,6 +57,8 @@ def pretrain(
         global_batch_size: samples in an optimizer step, on all data-parallel ranks together.
         micro_batch_size: samples in a batch of this rank; a step is then global_batch_size / (world_size x
             micro_batch_size) batches. None makes a step one batch.
+        seq_len_schedule: by tokens of the run, the seq_len from the first global batch on that has so many before it,
+            such as ``{10**12: 8192}``; seq_len holds until then.
         bos_id: id that opens a document, or None.
         vocab_size: ids must be below it, if it is given.
         num_shards: number of logical shards, fixed for the life of the run; None takes the smallest multiple of
@@ -90,9 +93,11 @@ def pretrain(
         ValueError: if something does not divide or is out of range.
         FileNotFoundError, PermissionError, ConnectionError: if a dataset cannot be listed.
     """
+    schedule = own_schedule(
+        weights, seq_len, seq_len_schedule, global_batch_size=global_batch_size, max_tokens=max_tokens
+    )
     graph = functools.partial(
         pretrain_graph,
-        seq_len=seq_len,
         eos_id=eos_id,
         bos_id=bos_id,
         vocab_size=vocab_size,
@@ -110,11 +115,10 @@ def pretrain(
         datasets,
         graph,
         CausalLMCollator(shift_labels=shift_labels),
-        weights=weights,
+        schedule=schedule,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
         num_shards=num_shards,
-        max_tokens=max_tokens,
         skip=skip,
         prefetch_factor=prefetch_factor,
         pin_memory=pin_memory,
@@ -131,8 +135,7 @@ def pretrain_graph(
     num_shards: int,
     *,
     listings: Mapping[str, Listing],
-    weights: Schedule,
-    seq_len: int,
+    schedule: Schedule,
     eos_id: int,
     bos_id: int | None,
     vocab_size: int | None,
@@ -151,7 +154,7 @@ def pretrain_graph(
         shard,
         num_shards,
         listings,
-        weights=weights,
+        weights=schedule,
         vocab_size=vocab_size,
         seed=seed,
         column=column,
@@ -162,5 +165,5 @@ def pretrain_graph(
         on_change=on_change,
         text=text,
     )
-    packer = Packer(mixer, seq_len=seq_len, eos_id=eos_id, bos_id=bos_id)
+    packer = Packer(mixer, seq_len=schedule, eos_id=eos_id, bos_id=bos_id)
     return Shuffler(packer, buffer_size=buffer_size, seed=(seed, shard))

@@ -21,6 +21,7 @@ def pretrain_text(
     add_special_tokens: bool = False,
     allow_special_tokens: bool = False,
     micro_batch_size: int | None = None,
+    seq_len_schedule: Mapping[int, int] | None = None,
     bos_id: int | None = None,
     vocab_size: int | None = None,
     num_shards: int | None = None,
@@ -58,6 +59,8 @@ def pretrain_text(
         add_special_tokens: add what the tokenizer puts around a text; eos_id and bos_id are not doubled.
         allow_special_tokens: a text that spells out a special token has that token there; else it is ordinary text.
         micro_batch_size: samples in a batch of this rank; None makes a step one batch.
+        seq_len_schedule: by tokens of the run, the seq_len from the first global batch on that has so many before it,
+            such as ``{10**12: 8192}``; seq_len holds until then.
         bos_id: id that opens a document, or None.
         vocab_size: all ids of the tokenizer must be below it, if it is given.
         num_shards: number of logical shards, fixed for the life of the run.
@@ -93,6 +96,7 @@ def pretrain_text(
         eos_id=eos_id,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
+        seq_len_schedule=seq_len_schedule,
         bos_id=bos_id,
         vocab_size=vocab_size,
         num_shards=num_shards,

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import BaseNode
 
 from ibm_nodes import CausalLMCollator, Listing, Loader, Packer, PromptMasker, Sample, Schedule, Shuffler
-from ibm_nodes.recipes.assemble import build_loader, mix
+from ibm_nodes.recipes.assemble import build_loader, mix, own_schedule
 
 
 def sft(
@@ -84,9 +84,9 @@ def sft(
         ValueError: if something does not divide or is out of range.
         FileNotFoundError, PermissionError, ConnectionError: if a dataset cannot be listed.
     """
+    schedule = own_schedule(weights, seq_len, global_batch_size=global_batch_size)
     graph = functools.partial(
         sft_graph,
-        seq_len=seq_len,
         eos_id=eos_id,
         response_ids=tuple(response_ids),
         prompt_ids=None if prompt_ids is None else tuple(prompt_ids),
@@ -104,7 +104,7 @@ def sft(
     collate = CausalLMCollator(
         shift_labels=shift_labels,
         pad_id=eos_id if pad_id is None else pad_id,
-        seq_len=seq_len,
+        seq_len=schedule,
         mask_boundaries=True,
         position_ids=True,
         cu_seqlens=True,
@@ -114,7 +114,7 @@ def sft(
         datasets,
         graph,
         collate,
-        weights=weights,
+        schedule=schedule,
         global_batch_size=global_batch_size,
         micro_batch_size=micro_batch_size,
         num_shards=num_shards,
@@ -133,8 +133,7 @@ def sft_graph(
     num_shards: int,
     *,
     listings: Mapping[str, Listing],
-    weights: Mapping[str, float] | Schedule,
-    seq_len: int,
+    schedule: Schedule,
     eos_id: int,
     response_ids: Sequence[int],
     prompt_ids: Sequence[int] | None,
@@ -154,7 +153,7 @@ def sft_graph(
         shard,
         num_shards,
         listings,
-        weights=weights,
+        weights=schedule,
         vocab_size=vocab_size,
         seed=seed,
         column=column,
@@ -163,7 +162,7 @@ def sft_graph(
     masker = PromptMasker(mixer, response_ids=response_ids, prompt_ids=prompt_ids)
     packer = Packer(
         masker,
-        seq_len=seq_len,
+        seq_len=schedule,
         eos_id=eos_id,
         bos_id=bos_id,
         pad_id=pad_id,

@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
 
@@ -49,4 +51,6 @@ def test_throughput_prints_a_rate_for_every_run(tmp_path):
         "Parquet",
     }
     assert all(entry["million_tokens_per_second"] > 0 for entry in results[:-1])
+    rates = {entry["run"]: entry["million_tokens_per_second"] for entry in results[:-1]}
+    assert results[-1]["best_fit_of_concat"] == pytest.approx(rates["Arrow, best fit"] / rates["Arrow"], rel=0.01)
     assert results[-1]["peak_mib"] > 0 and results[-1]["get_state_milliseconds"] > 0

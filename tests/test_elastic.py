@@ -49,13 +49,13 @@ def build(rank, world_size, *, batch=BATCH, prefetch_factor=2, **more):
     return Loader(Prefetcher(node, prefetch_factor=prefetch_factor))
 
 
-def run(plan, *, state=None, **more):
+def run(plan, *, state=None, build=build, after=lambda step, ranks: None, **more):
     """The samples of the global stream, in its order, that a plan of (world size, steps, steps lost) gives.
 
     Each leg has new objects, set to the merged state of the leg before; the steps lost come after the save, as before a
-    crash. Returns the last merged state too.
+    crash. ``after`` is called with the number of each step and the loaders. Returns the last merged state too.
     """
-    stream, position = [], 0
+    stream, position = [], 0 if state is None else state["position"]
     for world_size, steps, lost in plan:
         ranks = [build(rank, world_size, **more) for rank in range(world_size)]
         if state is not None:
@@ -66,6 +66,7 @@ def run(plan, *, state=None, **more):
             batches = [next(iterator) for iterator in iterators]
             stream += interleaved(batches, position)
             position += len(batches) * len(batches[0]["input_ids"])
+            after(position // BATCH, ranks)
         states = [stored(loader.state_dict()) for loader in ranks]
         for _ in range(lost):
             for iterator in iterators:

@@ -130,6 +130,70 @@ def test_a_dataset_that_is_used_up_leaves_its_weight_to_the_others(tmp_path):
     assert datasets["b"]["documents"] > 400
 
 
+def used_up(loader):
+    """Draws until a dataset has ended in all logical shards, and gives the number of the sample."""
+    node = loader.root.source.source  # the Sharder alone, which draws nothing ahead
+    node.reset()
+    for number in range(node.rank, 1 << 20, node.world_size):
+        next(node)
+        mixers = [shard[2]["source"]["source"] for shard in node.state_dict()["shards"].values() if shard[2]]
+        if len(mixers) == len(node.state_dict()["shards"]) and all("a" in mixer["ended"] for mixer in mixers):
+            return number
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.parametrize("world_size, rank", [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize("limit", [{"epochs": {"a": 2}}, {"max_dataset_tokens": {"a": 1500}}])
+def test_a_dataset_that_is_used_up_is_announced_once_at_its_sample(tmp_path, caplog, world_size, rank, limit):
+    urls = {name: write(tmp_path / name, count) for name, count in (("a", 40), ("b", 400), ("c", 400))}
+    weights = {"a": 1, "b": 1, "c": 3}
+    settings = {"weights": weights, "seq_len": SEQ_LEN, "eos_id": EOS, "global_batch_size": 4, "num_shards": 4}
+    build = partial(load_recipe("pretrain"), urls, **settings, **limit, rank=rank, world_size=world_size)
+    number = used_up(build())
+    expected = (
+        f"dataset 'a' is used up: by sample {number} all logical shards of this rank have drawn what they may of it, "
+        "and the weights of the others are b 0.25, c 0.75"
+    )
+    assert [record.getMessage() for record in caplog.records] == [expected]
+    for prefetch_factor in (1, 6):
+        caplog.clear()
+        with build(prefetch_factor=prefetch_factor) as loader:
+            iterator = iter(loader)
+            next(iterator)
+            assert stats(loader)["datasets"]["a"]["used_up"] == 0
+            for _ in range(number // 4 + 5):
+                next(iterator)
+            assert {name: entry["used_up"] for name, entry in stats(loader)["datasets"].items()} == {
+                "a": 1,
+                "b": 0,
+                "c": 0,
+            }
+            state = loader.state_dict()
+            loader.close()
+            for _ in range(8):
+                next(iterator)
+        assert [record.getMessage() for record in caplog.records] == [expected]
+    caplog.clear()
+    with build() as loader:  # says once more in what the process goes on with
+        loader.load_state_dict(state)
+        for _, _ in zip(loader, range(8), strict=False):
+            pass
+    (record,) = caplog.records
+    assert record.getMessage().startswith("dataset 'a' is used up: by sample ")
+
+
+def test_data_that_ends_with_a_dataset_says_that_nothing_is_left(tmp_path, ibm_nodes, caplog):
+    data = ["--data", f"a={write(tmp_path / 'a', 40)}", "--weight", "a=1", "--epochs", "a=1"]
+    flags = ["--seq-len", SEQ_LEN, "--eos-id", EOS, "--global-batch-size", 4, "--num-shards", 4]
+    target = f"file://{tmp_path}/run"
+    code, out, _ = ibm_nodes("run", "pretrain", *data, *flags, "--checkpoint", target)
+    assert code == 0
+    assert "\na is used up in 100% of the logical shards\n" in out
+    (record,) = (record for record in caplog.records if "used up" in record.getMessage())
+    assert record.getMessage().endswith(" of it, and nothing is left")
+    assert "\na is used up in 100% of the logical shards\n" in ibm_nodes("checkpoint", "show", target)[1]
+
+
 def test_a_renamed_dataset_goes_on_where_it_stood_and_is_reported_by_its_new_name(tmp_path):
     urls = {name: write(tmp_path / name, 200) for name in ("a", "b")}
     settings = {"seq_len": SEQ_LEN, "eos_id": EOS, "global_batch_size": 4, "num_shards": 4}

@@ -7,6 +7,8 @@ import threading
 import corpora
 import pytest
 
+from ibm_nodes import load_recipe
+
 README = pathlib.Path(__file__).parent.parent / "README.md"
 DOCS = sorted((README.parent / "docs").glob("*.md"))
 
@@ -90,6 +92,18 @@ def test_the_loop_of_the_page_on_weights_changes_them(urls):
         exec(compile(code, "mixing.md", "exec"), names)
     with names["loader"] as loader:
         assert loader.state_dict()["schedule"]["changes"] == [(103 * 8, {"web": 0.5, "code": 0.5})]
+
+
+def test_the_page_on_packing_has_a_length_that_changes(urls):
+    code = (README.parent / "docs" / "packing.md").read_text().split("```python\nloader =")[1].split("```")[0]
+    code = code.replace("4096", "64").replace("8192", "128").replace("32768", "32").replace("1024", "8")
+    code = code.replace("11 * 10**11", "2100").replace("10**12", "1000")
+    datasets = {name: f"{urls['s3://corpora/']}{name}/" for name in ("web", "code")}
+    names = {"datasets": datasets, "weights": dict.fromkeys(datasets, 1), "load_recipe": load_recipe}
+    exec(compile(f"loader = {code}", "packing.md", "exec"), names)
+    with names["loader"] as loader:
+        found = [batch["input_ids"].shape[1] for batch, _ in zip(loader, range(5), strict=False)]
+    assert found == [64, 64, 128, 128, 32]
 
 
 def test_every_file_that_is_named_exists():

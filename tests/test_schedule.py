@@ -68,8 +68,8 @@ def test_changes_come_back_with_the_state_unless_other_weights_are_given():
     schedule.add(20, {"a": 1})
     state = stored(schedule.state())
     same, other = Schedule([(0, {"a": 1, "b": 1})]), Schedule([(0, {"a": 1, "b": 2})])
-    same.load(state)
-    other.load(state)
+    same.load(state, 9)
+    other.load(state, 9)
     assert same.changes == ((20, {"a": 1}),)
     assert other.changes == ()
 
@@ -273,6 +273,25 @@ def test_they_survive_saves_straight_after_a_change_and_other_world_sizes(settin
     assert [at for at, _ in state["schedule"]["changes"]] == [(step + PREFETCH + 2) * BATCH for step in CHANGES]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_set_at_random_moments_give_the_same_stream_at_random_world_sizes(urls, seed):
+    rng = random.Random(seed)
+    changes = {
+        step: {name: rng.choice([0.0, 0.01, 1.0, 9.0]) for name in ("web", "code")} | {"books": 1}
+        for step in rng.sample(range(1, 12), 5)
+    }
+    more = {"urls": urls, "entries": ENTRIES, "interpolate": rng.random() < 0.5}
+    expected, state = run([(1, 16)], changes, **more)
+    legs, left = [], 16
+    while left:
+        legs.append((rng.choice([1, 2, 3, 4, 6, 8]), min(left, rng.randint(1, 6))))
+        left -= legs[-1][1]
+    found, others = run(legs, changes, **more)
+    assert found == expected, (legs, changes)
+    assert others["schedule"] == state["schedule"]
+    assert len(state["schedule"]["changes"]) == 5
+
+
 @pytest.mark.parametrize("sizes", [(2, 3, 4, 6), (8, 1, 6, 2)])
 def test_datasets_that_come_and_go_and_come_back_give_the_same_stream_at_every_world_size(urls, sizes):
     mixes = [
@@ -345,3 +364,29 @@ def test_a_loader_without_a_schedule_says_so():
     node = Sharder(lambda *_: Lengths("a", [1]), num_shards=1, rank=0, world_size=1)
     with pytest.raises(ValueError, match="must have a Schedule"):
         set_weights(Loader(node), {"a": 1}, at=100)
+
+
+def test_a_change_that_was_set_before_a_close_holds_when_the_loader_goes_on(urls):
+    def batches(then):
+        loader, found = build(0, 1, urls, ENTRIES, False), []
+        for number in range(12):
+            found.append(next(iter(loader))["input_ids"].tolist())
+            if number == 2:
+                set_weights(loader, {"books": 1}, at=7 * BATCH)
+                then(loader)
+        assert loader.state_dict()["schedule"]["changes"] == [(7 * BATCH, {"books": 1.0})]
+        return loader, found
+
+    def load_what_does_not_fit(loader):
+        with pytest.raises(ValueError, match="num_shards"):
+            loader.load_state_dict({**loader.state_dict(), "num_shards": 7})
+
+    loader, expected = batches(lambda loader: None)
+    before = build(0, 1, urls, ENTRIES, False).state_dict()
+    loader.load_state_dict(before)  # goes back to where nothing was set
+    assert loader.state_dict()["schedule"]["changes"] == []
+    loader.close()
+    for then in (Loader.close, load_what_does_not_fit):
+        loader, found = batches(then)
+        loader.close()
+        assert found == expected

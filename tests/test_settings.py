@@ -13,6 +13,7 @@ from ibm_nodes import (
     Packer,
     Prefetcher,
     Reader,
+    Schedule,
     Sharder,
     Shuffler,
     load_recipe,
@@ -204,3 +205,23 @@ def test_a_loader_without_a_sharder_is_refused():
 def test_a_loader_of_another_class_is_refused():
     with pytest.raises(TypeError, match="loader must be an ibm_nodes.Loader, got a torchdata.nodes.loader.Loader"):
         describe(torchdata.nodes.Loader(build().root))
+
+
+def test_settings_do_not_depend_on_how_far_a_loader_has_drawn():
+    """Ranks that are at the same batch may have drawn further than others, and must agree on what they save."""
+    schedule = Schedule(
+        [(0, {"web": 3, "code": 1}), (100, {"web": 1, "code": 1})], interpolate=True, seq_len={0: 2, 50: 4}
+    )
+
+    def graph(shard, num_shards):
+        readers = {name: Reader(f"s3://nowhere/{name}/", shard=shard, num_shards=num_shards) for name in WEIGHTS}
+        return Packer(Mixer(readers, weights=schedule, seed=shard), seq_len=schedule, eos_id=1)
+
+    loader = Loader(Sharder(graph, num_shards=2, rank=0, world_size=1, schedule=schedule))
+    found = []
+    for now in (0, 10, 60, 1000):
+        schedule.now = now
+        found.append(describe(loader))
+    assert found == found[:1] * 4
+    assert found[0]["Packer.seq_len"] == 2
+    assert "seq_len={0: 2, 50: 4}" in found[0]["schedule"]

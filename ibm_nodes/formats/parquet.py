@@ -60,7 +60,7 @@ class ParquetFile:
         ]
         kinds = {self._metadata.schema.column(leaf).physical_type for leaf in self._leaves}
         # (64-bit ids are kept in 32 bits.)
-        self._run_bytes = RUN_BYTES * (2 if kinds == {"INT64"} and not self._are_rows else 1)
+        self._run_bytes = RUN_BYTES * (2 if kinds == {"INT64"} and not isinstance(column, tuple) else 1)
         self._runs = list(self._find_runs())
         begins = [self._begin(run.groups[0]) for run in self._runs]
         self.spans = np.array(_spans(self._runs, begins, file.size), np.int64)
