@@ -2,8 +2,9 @@
 
     python benchmarks/throughput.py [--tokens 200_000_000] [--num-shards 64] [--seconds 10]
 
-Prints a table and JSON lines. The floor of comparison is one thread of numpy that reads the same Arrow files, packs
-their documents end to end with EOS and makes int64 batches; ratios to it, in one run, are what counts.
+Prints a table and JSON lines. Beside it runs one thread of numpy that reads the same Arrow files, mixes them by weight,
+packs documents end to end with EOS, shuffles in a buffer of 10,000 rows and makes int64 batches, all in large steps;
+ratios to it, in one run, are what counts.
 """
 
 import argparse
@@ -51,27 +52,44 @@ def batcher(
     return Batcher(sharder(urls, num_shards, strategy, storage_options), batch_size=BATCH_SIZE, collate=collate)
 
 
-def numpy_loop(urls: dict[str, str]) -> Iterator[np.ndarray]:
-    """Packs the files of all datasets, in order, for ever: the least that a loader has to do."""
-    eos, size = np.array([corpus.EOS_ID], np.int32), SEQ_LEN * BATCH_SIZE
-    pieces: list[np.ndarray] = []
-    length = 0
+def numpy_loop(urls: dict[str, str], buffer_size: int = 10_000) -> Iterator[np.ndarray]:
+    """Mixes, packs and shuffles the files of all datasets for ever, a record batch at a time: the least one has to do.
+
+    Nothing of it could be resumed or rescaled, and the mix is exact to a record batch.
+    """
+    rng = np.random.default_rng(0)
+    sources = {name: _closed_batches(url) for name, url in urls.items()}
+    drawn = dict.fromkeys(urls, 0)
+    buffer, filled = np.empty((buffer_size, SEQ_LEN), np.int32), 0
+    rest = np.empty(0, np.int32)
     while True:
-        for url in urls.values():
-            for path in sorted(pathlib.Path(url.removeprefix("file://")).glob("*.arrow")):
-                reader = pa.ipc.open_file(pa.memory_map(str(path)))
-                for number in range(reader.num_record_batches):
-                    column = reader.get_batch(number).column(0)
-                    values, offsets = column.values.to_numpy(), column.offsets.to_numpy().tolist()
-                    for begin, end in zip(offsets, offsets[1:], strict=False):
-                        pieces += (values[begin:end], eos)
-                        length += end - begin + 1
-                        if length >= size:
-                            flat = np.concatenate(pieces)
-                            for at in range(0, length - size + 1, size):
-                                yield flat[at : at + size].reshape(BATCH_SIZE, SEQ_LEN).astype(np.int64)
-                            pieces = [flat[length - length % size :]]
-                            length = len(pieces[0])
+        name = min(urls, key=lambda name: drawn[name] / corpus.WEIGHTS[name])
+        tokens = next(sources[name])
+        drawn[name] += len(tokens)
+        tokens = np.concatenate([rest, tokens])
+        end = len(tokens) - len(tokens) % SEQ_LEN
+        rows, rest = tokens[:end].reshape(-1, SEQ_LEN), tokens[end:]
+        missing = min(buffer_size - filled, len(rows))
+        buffer[filled : filled + missing] = rows[:missing]
+        filled += missing
+        for at in range(missing, len(rows), BATCH_SIZE):
+            new = rows[at : at + BATCH_SIZE]
+            chosen = rng.choice(buffer_size, len(new), replace=False, shuffle=False)
+            batch = buffer[chosen].astype(np.int64)
+            buffer[chosen] = new
+            yield batch
+
+
+def _closed_batches(url: str) -> Iterator[np.ndarray]:
+    """Gives the tokens of each record batch, with an EOS after each document."""
+    while True:
+        for path in sorted(pathlib.Path(url.removeprefix("file://")).glob("*.arrow")):
+            reader = pa.ipc.open_file(pa.memory_map(str(path)))
+            for number in range(reader.num_record_batches):
+                column = reader.get_batch(number).column(0)
+                ends = column.offsets.to_numpy()[1:]
+                closed = np.insert(column.values.to_numpy(), ends, corpus.EOS_ID)
+                yield closed
 
 
 def rate(batches: Iterator[object], seconds: float) -> float:
