@@ -10,7 +10,7 @@ import corpora
 import numpy as np
 import pytest
 import torch
-from sources import numbers, stored
+from sources import Items, documents, numbers, stored
 
 from ibm_nodes import (
     Batcher,
@@ -22,6 +22,7 @@ from ibm_nodes import (
     Prefetcher,
     Reader,
     Sample,
+    Schedule,
     Sharder,
     filler,
     load_recipe,
@@ -180,6 +181,33 @@ def test_a_dataset_that_is_used_up_is_announced_once_at_its_sample(tmp_path, cap
             pass
     (record,) = caplog.records
     assert record.getMessage().startswith("dataset 'a' is used up: by sample ")
+
+
+def test_a_dataset_is_announced_also_where_logical_shards_had_ended_before_a_load(caplog):
+    def build():
+        schedule = Schedule([(0, {"a": 1, "b": 1})])
+
+        def graph(shard, num_shards):
+            lengths = {"a": [5] * (2, 20)[shard], "b": [5] * (0, 60)[shard]}
+            sources = {name: Items(documents(lengths[name])) for name in lengths}
+            return Mixer(sources, weights=schedule, seed=shard)
+
+        return Sharder(graph, num_shards=2, rank=0, world_size=1, schedule=schedule)
+
+    node = build()
+    node.reset()
+    for _ in range(12):
+        next(node)
+    state = stored(node.state_dict())
+    assert [ended for _, ended, _ in state["shards"].values()] == [True, False]
+    assert not caplog.records
+    for loaded in (node, build()):
+        caplog.clear()
+        if loaded is not node:
+            loaded.reset(state)
+        assert len(list(loaded)) == 82 - 12
+        names = [record.getMessage().split("'")[1] for record in caplog.records]
+        assert names == ["a", "b"]
 
 
 def test_data_that_ends_with_a_dataset_says_that_nothing_is_left(tmp_path, ibm_nodes, caplog):

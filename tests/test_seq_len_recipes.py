@@ -105,16 +105,25 @@ def test_max_tokens_count_what_samples_had_at_their_time(datasets):
         build("pretrain", datasets, max_tokens=767)
 
 
-def test_what_lies_behind_a_load_with_another_length_is_counted_as_it_was(datasets):
-    _, state = steps_of("pretrain", datasets, 1, 3, seq_len_schedule=None)
+def test_what_lies_behind_a_load_with_another_length_is_counted_as_it_was(datasets, tmp_path):
+    target = f"file://{tmp_path}/run"
     tokens = BATCH * (3 * 64 + 2 * 128)
     weights = Schedule([(0, WEIGHTS), (BATCH * (3 * 64 + 128), {"books": 1})])
-    loader = build("pretrain", datasets, seq_len=128, seq_len_schedule=None, max_tokens=tokens + 1, weights=weights)
-    with loader:
-        loader.load_state_dict(state)
-        assert [batch["input_ids"].shape[1] for batch in loader] == [128, 128]
+    more = {"seq_len_schedule": None, "weights": weights}
+    with build("pretrain", datasets, **more) as loader:
+        for _ in range(3):
+            next(iter(loader))
+        save(loader, target, step=3).result(30)
+    more |= {"seq_len": 128, "max_tokens": tokens + 1}
+    with build("pretrain", datasets, **more) as loader:
+        load(loader, target)
+        batches = [batch["input_ids"].tolist() for batch in loader]
         (node,) = (node for node in [loader.root.source.source] if isinstance(node, Sharder))
+    assert [len(batch[0]) for batch in batches] == [128, 128]
     assert [number for number, _ in node.schedule.entries] == [0, 4 * BATCH]
+    for step, batch in enumerate(batches, start=4):
+        found = trace(build("pretrain", datasets, **more), step=step, global_batch_size=BATCH, url=target)
+        assert [traced.sample.tokens.tolist() for traced in found.samples] == batch
 
 
 def test_says_what_is_wrong_with_a_schedule_of_lengths(datasets):
