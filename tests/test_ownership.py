@@ -171,7 +171,7 @@ def small_corpus(tmp_path, form):
     rng = random.Random(1)
     rows = corpora.documents([rng.choice([0, 1, 2, 9]) for _ in range(37)])
     files = [corpora.cut(part, (0, 1, 5, 2)) for part in corpora.cut(rows, (1, 20))]
-    return corpora.write(f"file://{tmp_path}/", files, form)
+    return corpora.write(f"file://{tmp_path}/corpus/", files, form)
 
 
 def test_two_epochs_give_every_document_twice_and_in_another_order(tmp_path, form, block_sizes):

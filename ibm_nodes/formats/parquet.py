@@ -95,7 +95,8 @@ class ParquetFile:
         stored = decoded = 0
         for group in range(self._metadata.num_row_groups):
             num_rows, size = self._metadata.row_group(group).num_rows, self._decoded_size(group)
-            if open_run.groups and (stored >= BLOCK_BYTES or decoded + size > self._run_bytes):
+            full = stored >= BLOCK_BYTES or decoded + size > self._run_bytes or size > PART_BYTES
+            if open_run.groups and full:
                 yield open_run
                 open_run, stored, decoded = _Run([], 0, 0, 0, 0), 0, 0
             if size > PART_BYTES and num_rows > 1:
