@@ -281,7 +281,7 @@ def test_half_of_what_is_needed_is_an_error_at_once_and_nothing_else_is_tried(st
 
 
 def test_neither_logs_nor_errors_show_credentials(store, identity, monkeypatch, caplog):
-    monkeypatch.setattr(attempts, "GIVE_UP_SECONDS", 0.5)
+    monkeypatch.setattr(attempts, "GIVE_UP_SECONDS", 3.0)
     with caplog.at_level(logging.DEBUG, "ibm_nodes"), pytest.raises(PermissionError) as raised:
         store.read()
     ours = [record.getMessage() for record in caplog.records if record.name.startswith("ibm_nodes")]
