@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from ibm_nodes import formats
+from ibm_nodes import formats, quarantine
 from ibm_nodes.formats.lists import check_ids
 from ibm_nodes.listing import Listing, StoredObject
 from ibm_nodes.permutation import derive_key, permutation, random_index, random_words
+from ibm_nodes.quarantine import Fault, Place, Quarantine
 from ibm_nodes.storage import Object
 
 
@@ -42,6 +43,7 @@ class Block(NamedTuple):
     size: int
     ask_at: int  # the row at which the next block is asked for
     chained: bool  # whether blocks of its file go on where the one before was decoded to
+    fault: Fault | None  # why it could not be read, if it is to be left out
 
 
 class HeldOut(NamedTuple):
@@ -78,6 +80,8 @@ class Blocks:
         listing: what is under the url, or what lists it.
         expected: the description of the listing that a state was saved with.
         held_out: which rows to leave out.
+        left_out: bad places that are not read; its reader adds to it.
+        tolerant: give a block with a fault for data that cannot be read, in place of an error.
     """
 
     def __init__(
@@ -92,7 +96,10 @@ class Blocks:
         listing: Listing | Callable[[], Listing],
         expected: str | None,
         held_out: "HeldOut | None" = None,
+        left_out: Quarantine,
+        tolerant: bool = False,
     ) -> None:
+        self._left_out, self._tolerant = left_out, tolerant
         self._url, self._key, self._part = url, key, part
         self._held_out = held_out
         self._column, self._format, self._vocab_size = column, format, vocab_size
@@ -108,9 +115,16 @@ class Blocks:
             return self._empty(at, num_files, 0, listing)
         index = first + int(permutation(derive_key(*self._key, "files", at.epoch), num_files)[at.file])
         item, start = listing.objects[index], listing.starts[index]
-        file = listing.file(
-            (index, self._column, self._format), partial(_open, listing, item, self._column, self._format)
-        )
+        left_out = self._left_out.find(item.key, at)
+        if any((place.first, place.end) == (0, None) for place in left_out):
+            return self._empty(at, num_files, 0, listing)
+        try:
+            file = listing.file(
+                (index, self._column, self._format), partial(_open, listing, item, self._column, self._format)
+            )
+        except quarantine.FAULTS as error:
+            fault = self._fault(error, listing, item, at, 0, None)
+            return self._empty(at, num_files, 0, listing)._replace(fault=fault)
         turn, num_turns = 0, 1
         if file.splittable:
             blocks = self._owned(file, start, low, high, (item.key, at.epoch))
@@ -120,8 +134,16 @@ class Blocks:
         if at.block >= len(blocks):
             return self._empty(at, num_files, len(blocks), listing)
         number = int(blocks[at.block])
+        if any(place.first <= number and (place.end is None or number < place.end) for place in left_out):
+            return self._empty(at, num_files, len(blocks), listing)
         names = (index, number, self._column, self._format, self._vocab_size)
-        lists = listing.block(names, partial(self._read, file, number, item))
+        try:
+            lists = listing.block(names, partial(self._read, file, number, item))
+        except quarantine.FAULTS as error:
+            # What goes on where a block was decoded to goes with it.
+            end = int(np.searchsorted(file.groups, file.groups[number], "right")) if file.splittable else None
+            fault = self._fault(error, listing, item, at, number, end)
+            return self._empty(at, num_files, len(blocks), listing)._replace(fault=fault)
         if file.splittable:
             span = start + int(file.spans[number]), start + int(file.spans[number + 1])
             own = range(*_own_rows(len(lists.rows), *span, low, high))
@@ -154,6 +176,17 @@ class Blocks:
         except (ValueError, OSError, pa.ArrowException) as error:
             error.add_note(f"in block {number} of {item.url}")
             raise
+
+    def _fault(
+        self, error: BaseException, listing: Listing, item: Object, at: Cursor, first: int, end: int | None
+    ) -> Fault:
+        """Gives what is to be recorded of an error; raises it if it is not the data's, or not to be recorded."""
+        if not self._tolerant or not quarantine.is_of_data(error):
+            raise error
+        if quarantine.is_gone(error):
+            first, end = 0, None
+        place = Place(item.key, first, end, tuple(at), quarantine.reason(error))
+        return Fault(place, item.url, listing, error.with_traceback(None))  # which would keep the frames' data
 
     def _listing(self) -> Listing:
         listing = self._given if isinstance(self._given, Listing) else self._given()
@@ -212,6 +245,7 @@ class Blocks:
             size=0,
             ask_at=0,
             chained=False,
+            fault=None,
         )
 
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from ibm_nodes import formats
 from ibm_nodes.blocks import Block, Blocks, Cursor, HeldOut
@@ -11,6 +11,7 @@ from ibm_nodes.items import ORIGIN_KEYS, Document, Row
 from ibm_nodes.listing import Listing, current_session
 from ibm_nodes.node import Node, Snapshot
 from ibm_nodes.permutation import Seed, check_seed
+from ibm_nodes.quarantine import Quarantine
 from ibm_nodes.read_ahead import Task, read_ahead
 from ibm_nodes.state import State, check_keys, check_settings
 from ibm_nodes.storage import Options
@@ -47,6 +48,10 @@ class Reader(Node[Any]):
             a file of a format of one's own, and gives a ``ShardFile``.
         epochs: passes over the data; None goes on for ever.
         vocab_size: ids must be below it, if it is given.
+        on_error: "raise", or "quarantine": blocks that cannot be decoded, have no such column or ids out of range, and
+            files that cannot be opened, are gone or were replaced, are left out from then on, and are in the state.
+            Errors of the store that another attempt may cure are raised in any case.
+        max_errors: how many such places a logical shard may leave out; the next one is an error.
         holdout: share of the documents that are held out, chosen by a hash of dataset, file and row alone.
         split: "train" reads the documents that are not held out, "validation" those that are.
         listing: what is under the url, from ``list_dataset``; None lists at the start, once for all readers of a
@@ -58,9 +63,11 @@ class Reader(Node[Any]):
             dataset has no token at all. A note names url and row.
         LookupError, TypeError: if a file has no such column, or not one of integer lists.
         FileNotFoundError, PermissionError, OSError: if the store cannot be read.
+        RuntimeError: if there are more bad places than max_errors.
     """
 
     SETTINGS_KEY = "settings"
+    QUARANTINED_KEY = "quarantined"
     COUNTER_KEYS = ("epoch", "whole", "file", "block", "row", "documents", "skipped", "passes")
 
     def __init__(
@@ -76,6 +83,8 @@ class Reader(Node[Any]):
         format: formats.Format = None,
         epochs: int | None = None,
         vocab_size: int | None = None,
+        on_error: Literal["raise", "quarantine"] = "raise",
+        max_errors: int = 100,
         holdout: float = 0.0,
         split: str = "train",
         listing: Listing | None = None,
@@ -88,6 +97,10 @@ class Reader(Node[Any]):
             raise ValueError(f"epochs must be at least 1 or None, got {epochs}")
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
+        if on_error not in ("raise", "quarantine") or max_errors < 1:
+            raise ValueError(
+                f'on_error must be "raise" or "quarantine" and max_errors at least 1, got {on_error!r} and {max_errors}'
+            )
         if not 0 <= holdout < 1 or split not in ("train", "validation"):
             raise ValueError(
                 f'holdout must be from 0 to below 1 and split "train" or "validation", got {holdout} and {split!r}'
@@ -109,6 +122,8 @@ class Reader(Node[Any]):
         self.format = format
         self.epochs = epochs
         self.vocab_size = vocab_size
+        self.on_error = on_error
+        self.max_errors = max_errors
         self.holdout = holdout
         self.split = split
         self.listing = listing
@@ -119,8 +134,9 @@ class Reader(Node[Any]):
         settings = {name: getattr(self, name) for name in SETTINGS}
         state = initial_state
         if state is None:
-            state = {self.SETTINGS_KEY: {**settings, "listing": None}, **dict.fromkeys(self.COUNTER_KEYS, 0)}
-        check_keys(self, state, (self.SETTINGS_KEY, *self.COUNTER_KEYS))
+            state = {self.SETTINGS_KEY: {**settings, "listing": None}, self.QUARANTINED_KEY: []}
+            state |= dict.fromkeys(self.COUNTER_KEYS, 0)
+        check_keys(self, state, (self.SETTINGS_KEY, self.QUARANTINED_KEY, *self.COUNTER_KEYS))
         check_settings(self, state[self.SETTINGS_KEY], **settings)
         self._settings: dict[str, Any] = state[self.SETTINGS_KEY]
         self._at = Cursor(state["epoch"], bool(state["whole"]), state["file"], state["block"])
@@ -128,6 +144,7 @@ class Reader(Node[Any]):
         self._documents: int = state["documents"]
         self._skipped: int = state["skipped"]
         self._passes: float = state["passes"]
+        self._quarantine = Quarantine(self.name, self.shard, self.max_errors, state[self.QUARANTINED_KEY])
         self._blocks = Blocks(
             self.url,
             key=("Reader", self.seed, self.name, self.shard),
@@ -139,6 +156,8 @@ class Reader(Node[Any]):
             or partial(current_session().listing, self.url, self.storage_options, formats.suffixes(self.format)),
             expected=self._settings["listing"],
             held_out=HeldOut(self.name, self.holdout, self.split == "validation") if self.holdout else None,
+            left_out=self._quarantine,
+            tolerant=self.on_error == "quarantine",
         )
         self._block: Block | None = None
         self._queue: deque[tuple[Cursor, Task[Block]]] = deque()
@@ -177,7 +196,8 @@ class Reader(Node[Any]):
         block = self._block
         if block is not None and block.num_rows:
             self._passes = block.passes + block.share * self._row / block.num_rows
-        return _state, (self._settings, self._at, self._row, self._documents, self._skipped, self._passes)
+        counters = self._row, self._documents, self._skipped, self._passes
+        return _state, (self._settings, self._at, *counters, self._quarantine)
 
     def close(self) -> None:
         """Gives up the reads that it has asked for; the next document asks anew."""
@@ -194,6 +214,9 @@ class Reader(Node[Any]):
         if not self._queue:
             self._queue.append((self._at, Task(partial(self._blocks.load, self._at))))
         block = self._result()
+        if block.fault is not None:
+            self._queue.clear()  # what was asked for before knows nothing of it
+            self._quarantine.add(block.fault)
         if late and self._settings["listing"] is not None:
             self._depth = min(self._depth + 1, MAX_DEPTH)
         if self._settings["listing"] is None:
@@ -258,7 +281,7 @@ class Reader(Node[Any]):
                     f"dataset {self.name!r} at {self.url} has no "
                     + ("row" if self.columns else f"token in column {self.column!r}")
                     + (f" of its {self.split} split with holdout={self.holdout}" if self.holdout else "")
-                    + ": leave it out of the mix"
+                    + f": leave it out of the mix{self._quarantine}"
                 )
             else:
                 following = Cursor(self._at.epoch, True, 0, 0)
@@ -268,9 +291,18 @@ class Reader(Node[Any]):
         self._at, self._row, self._block = following, 0, None
 
 
-def _state(settings: dict[str, Any], at: Cursor, row: int, documents: int, skipped: int, passes: float) -> State:
+def _state(
+    settings: dict[str, Any],
+    at: Cursor,
+    row: int,
+    documents: int,
+    skipped: int,
+    passes: float,
+    quarantine: Quarantine,
+) -> State:
     return {
         Reader.SETTINGS_KEY: settings,
+        Reader.QUARANTINED_KEY: quarantine.state(),
         "epoch": at.epoch,
         "whole": at.whole,
         "file": at.file,

@@ -30,6 +30,10 @@ CHANGED_STATUS = {412, 416}
 _jitter = random.Random()  # the global generator is the user's
 
 
+class ObjectChanged(OSError):
+    """An object is not the one that was listed any more."""
+
+
 class ShortRead(OSError):
     """An answer ended early or was not what was asked for."""
 
@@ -155,5 +159,5 @@ async def _receive(body: Any, buffer: bytearray, state: _Progress) -> None:
         state.got += len(chunk)
 
 
-def _changed(path: str) -> OSError:
-    return OSError(f"s3://{path} has changed since it was listed: the run's data would be mixed; list again")
+def _changed(path: str) -> ObjectChanged:
+    return ObjectChanged(f"s3://{path} has changed since it was listed: the run's data would be mixed; list again")

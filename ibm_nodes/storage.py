@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ibm_nodes import s3
 from ibm_nodes.read_ahead import POLL_SECONDS, check_stopped, counters
+from ibm_nodes.s3 import ObjectChanged
 
 T = TypeVar("T")
 Options = Mapping[str, Any] | None
@@ -51,7 +52,8 @@ def read(item: Object, start: int, end: int, storage_options: Options = None) ->
             return got
         data: bytes = _retried(lambda: _call(fs, "cat_file", path, start=start, end=end), item.url)
         if len(data) != end - start:
-            raise OSError(
+            kind = OSError if _call(fs, "info", path)["size"] == item.size else ObjectChanged
+            raise kind(
                 f"{item.url} bytes {start} to {end}: only {len(data)} bytes came; has it changed since it was listed?"
             )
         return data
@@ -143,7 +145,7 @@ def _read_local(path: str, start: int, end: int, version: str | None) -> bytes:
     try:
         status = os.fstat(file)
         if version is not None and version != f"{status.st_size}-{status.st_mtime!r}":
-            raise OSError(f"{path} has changed since it was listed: the run's data would be mixed; list again")
+            raise ObjectChanged(f"{path} has changed since it was listed: the run's data would be mixed; list again")
         parts: list[bytes] = []
         while start < end:
             part = os.pread(file, end - start, start)

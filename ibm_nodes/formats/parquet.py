@@ -147,7 +147,13 @@ class ParquetFile:
         # (Chunks of several columns are decoded side by side: one window would be fetched again and again.)
         window = (WINDOW_BYTES if len(chunks) == 1 else 0) if buffer_size else whole
         file = pa.PythonFile(_Window(self._file, begin, end, window), mode="r")
-        return pq.ParquetFile(file, metadata=self._metadata, pre_buffer=False, buffer_size=buffer_size)
+        return pq.ParquetFile(
+            file,
+            metadata=self._metadata,
+            pre_buffer=False,
+            buffer_size=buffer_size,
+            page_checksum_verification=True,  # of pages that have one
+        )
 
     def _decoded_size(self, group: int) -> int:
         metadata = self._metadata.row_group(group)
