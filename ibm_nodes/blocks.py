@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from ibm_nodes import formats, quarantine
+from ibm_nodes import formats
 from ibm_nodes.formats.lists import check_ids
 from ibm_nodes.listing import Listing, StoredObject
 from ibm_nodes.permutation import derive_key, permutation, random_index, random_words
-from ibm_nodes.quarantine import Fault, Place, Quarantine
+from ibm_nodes.quarantine import FAULTS, Fault, Place, Quarantine, is_gone, is_of_data, reason
 from ibm_nodes.storage import Object
 
 
@@ -115,16 +115,9 @@ class Blocks:
             return self._empty(at, num_files, 0, listing)
         index = first + int(permutation(derive_key(*self._key, "files", at.epoch), num_files)[at.file])
         item, start = listing.objects[index], listing.starts[index]
-        left_out = self._left_out.find(item.key, at)
-        if any((place.first, place.end) == (0, None) for place in left_out):
-            return self._empty(at, num_files, 0, listing)
-        try:
-            file = listing.file(
-                (index, self._column, self._format), partial(_open, listing, item, self._column, self._format)
-            )
-        except quarantine.FAULTS as error:
-            fault = self._fault(error, listing, item, at, 0, None)
-            return self._empty(at, num_files, 0, listing)._replace(fault=fault)
+        file = self._open(listing, index, at)
+        if file is None or isinstance(file, Fault):
+            return self._empty(at, num_files, 0, listing)._replace(fault=file)
         turn, num_turns = 0, 1
         if file.splittable:
             blocks = self._owned(file, start, low, high, (item.key, at.epoch))
@@ -134,16 +127,10 @@ class Blocks:
         if at.block >= len(blocks):
             return self._empty(at, num_files, len(blocks), listing)
         number = int(blocks[at.block])
-        if any(place.first <= number and (place.end is None or number < place.end) for place in left_out):
-            return self._empty(at, num_files, len(blocks), listing)
-        names = (index, number, self._column, self._format, self._vocab_size)
-        try:
-            lists = listing.block(names, partial(self._read, file, number, item))
-        except quarantine.FAULTS as error:
-            # What goes on where a block was decoded to goes with it.
-            end = int(np.searchsorted(file.groups, file.groups[number], "right")) if file.splittable else None
-            fault = self._fault(error, listing, item, at, number, end)
-            return self._empty(at, num_files, len(blocks), listing)._replace(fault=fault)
+        lists = self._lists(listing, index, at, file, number)
+        if lists is None or isinstance(lists, Fault):
+            num_blocks = len(blocks) if file.splittable else at.block + 1  # the rest is left out with it
+            return self._empty(at, num_files, num_blocks, listing)._replace(fault=lists)
         if file.splittable:
             span = start + int(file.spans[number]), start + int(file.spans[number + 1])
             own = range(*_own_rows(len(lists.rows), *span, low, high))
@@ -169,6 +156,32 @@ class Blocks:
             chained=not file.splittable or len(set(file.groups[blocks].tolist())) < len(blocks),
         )
 
+    def _open(self, listing: Listing, index: int, at: Cursor) -> formats.ShardFile | Fault | None:
+        """Opens a file; gives None if it is left out, or why it is to be."""
+        item = listing.objects[index]
+        if self._left_out.has(item.key, None, at):
+            return None
+        try:
+            return listing.file(
+                (index, self._column, self._format), partial(_open, listing, item, self._column, self._format)
+            )
+        except FAULTS as error:
+            return self._fault(error, listing, item, Place(item.key, 0, None, at, reason(error)))
+
+    def _lists(
+        self, listing: Listing, index: int, at: Cursor, file: formats.ShardFile, number: int
+    ) -> formats.Lists | Fault | None:
+        """Reads a block; gives None if it is left out, or why it is to be, with what goes on where it ends."""
+        item = listing.objects[index]
+        if self._left_out.has(item.key, number, at):
+            return None
+        names = (index, number, self._column, self._format, self._vocab_size)
+        try:
+            return listing.block(names, partial(self._read, file, number, item))
+        except FAULTS as error:
+            end = int(np.searchsorted(file.groups, file.groups[number], "right")) if file.splittable else None
+            return self._fault(error, listing, item, Place(item.key, number, end, at, reason(error)))
+
     def _read(self, file: formats.ShardFile, number: int, item: Object) -> formats.Lists:
         try:
             lists = file.read(number)
@@ -177,16 +190,13 @@ class Blocks:
             error.add_note(f"in block {number} of {item.url}")
             raise
 
-    def _fault(
-        self, error: BaseException, listing: Listing, item: Object, at: Cursor, first: int, end: int | None
-    ) -> Fault:
+    def _fault(self, error: BaseException, listing: Listing, item: Object, place: Place) -> Fault:
         """Gives what is to be recorded of an error; raises it if it is not the data's, or not to be recorded."""
-        if not self._tolerant or not quarantine.is_of_data(error):
+        if not self._tolerant or not is_of_data(error):
             raise error
-        if quarantine.is_gone(error):
-            first, end = 0, None
-        place = Place(item.key, first, end, tuple(at), quarantine.reason(error))
-        return Fault(place, item.url, listing, error.with_traceback(None))  # which would keep the frames' data
+        if is_gone(error):
+            place = place._replace(first=0, end=None)
+        return Fault(place, item.url, listing, error.with_traceback(None))  # which would keep the data of its frames
 
     def _listing(self) -> Listing:
         listing = self._given if isinstance(self._given, Listing) else self._given()

@@ -95,8 +95,13 @@ class StoredObject:
         """Reads bytes [start, end), as the object was listed.
 
         Raises:
+            ValueError: if the object ends before: then it is damaged, and says so of itself.
             OSError: if it has changed, is gone, or cannot be read.
         """
+        if not 0 <= start <= end <= self.size:
+            raise ValueError(
+                f"{self.url} is damaged: it refers to its bytes {start} to {end}, and was listed with {self.size}"
+            )
         try:
             return self._listing.read(self._item, start, end)
         except BaseException as error:
@@ -117,10 +122,10 @@ class StoredObject:
 
 
 def came_from_store(error: BaseException) -> BaseException | None:
-    """Gives what a read of an object raised, if an error is that, or was raised while that was handled."""
+    """Gives what a read of an object raised, if an error is that, or was raised from that."""
     cause: BaseException | None = error
     while cause is not None and FROM_STORE not in vars(cause):
-        cause = cause.__context__
+        cause = cause.__cause__
     return cause
 
 

@@ -1,20 +1,24 @@
 """Quarantine: the places in a dataset that a logical shard leaves out, and which faults are the data's own."""
 
 import logging
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import pyarrow as pa
 
 from ibm_nodes.listing import Listing, came_from_store
+from ibm_nodes.s3 import ObjectChanged
 from ibm_nodes.state import State
-from ibm_nodes.storage import ObjectChanged
 
 logger = logging.getLogger(__name__)
 
 FAULTS = (ValueError, LookupError, TypeError, OSError, pa.ArrowException)
 """What the reading of a damaged or foreign file may raise, and, as OSError, a store that fails."""
 UNSURE = (ConnectionError, TimeoutError, PermissionError, MemoryError)
+OUT_OF_MEMORY = re.compile(r"of size (\d+)")
+ABSURD_BYTES = 1 << 40
+"""A damaged length can ask for as much memory; the data of a block cannot."""
 REASON_CHARACTERS = 200
 
 
@@ -60,11 +64,11 @@ class Quarantine:
 
     def __init__(self, name: str, shard: int, max_errors: int, saved: Iterable[State]) -> None:
         self._name, self._shard, self._max_errors = name, shard, max_errors
-        self.places = tuple(Place(**{**place, "since": tuple(place["since"])}) for place in saved)
+        self.places = tuple(Place(**place) for place in saved)
 
-    def find(self, key: str, at: tuple[int, ...]) -> list[Place]:
-        """Gives the places in a file that hold where the reader stands."""
-        return [place for place in self.places if place.file == key and place.since <= at]
+    def has(self, key: str, block: int | None, at: tuple[int, ...]) -> bool:
+        """Tells whether a block of a file, or for None all of them, are left out where the reader stands."""
+        return any(place.file == key and place.since <= at and _covers(place, block) for place in self.places)
 
     def add(self, fault: Fault) -> None:
         """Records the place of a fault.
@@ -72,7 +76,8 @@ class Quarantine:
         Raises:
             RuntimeError: if there are ``max_errors`` already; nothing is recorded then.
         """
-        place, where = fault.place, f"{describe(fault.place.first, fault.place.end)} of {fault.url}"
+        place = fault.place
+        where = f"{describe(place.first, place.end)} of {fault.url}"
         if len(self.places) >= self._max_errors:
             raise RuntimeError(
                 f"dataset {self._name!r} has more than max_errors={self._max_errors} bad places in logical shard "
@@ -86,10 +91,26 @@ class Quarantine:
 
     def state(self) -> list[State]:
         """Gives the places as plain data."""
-        return [place._asdict() for place in self.places]
+        return [{**place._asdict(), "since": tuple(place.since)} for place in self.places]
 
     def __str__(self) -> str:
-        return f"; {len(self.places)} bad places are left out, the first for {self.places[0].reason}" if self.places else ""
+        return (
+            f"; {len(self.places)} bad places are left out, the first for {self.places[0].reason}"
+            if self.places
+            else ""
+        )
+
+
+def check_policy(on_error: str, max_errors: int) -> None:
+    """Checks how bad places are to be treated.
+
+    Raises:
+        ValueError: if it is not known, or out of range.
+    """
+    if on_error not in ("raise", "quarantine") or max_errors < 1:
+        raise ValueError(
+            f'on_error must be "raise" or "quarantine" and max_errors at least 1, got {on_error!r} and {max_errors}'
+        )
 
 
 def describe(first: int, end: int | None) -> str:
@@ -99,10 +120,20 @@ def describe(first: int, end: int | None) -> str:
     return f"block {first}" if end == first + 1 else f"blocks {first} to {end - 1}"
 
 
+def _covers(place: Place, block: int | None) -> bool:
+    if block is None:
+        return place.first == 0 and place.end is None
+    return place.first <= block and (place.end is None or block < place.end)
+
+
 def is_of_data(error: BaseException) -> bool:
     """Tells whether an error is the fault of a file, as it would be at each further attempt; and not the store's."""
-    store = came_from_store(error)
-    return is_gone(error) if store is not None else not isinstance(error, UNSURE)
+    if came_from_store(error) is not None:
+        return is_gone(error)
+    if isinstance(error, pa.ArrowMemoryError):
+        asked = OUT_OF_MEMORY.search(str(error))
+        return asked is not None and int(asked[1]) >= ABSURD_BYTES
+    return not isinstance(error, UNSURE)
 
 
 def is_gone(error: BaseException) -> bool:

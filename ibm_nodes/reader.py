@@ -11,7 +11,7 @@ from ibm_nodes.items import ORIGIN_KEYS, Document, Row
 from ibm_nodes.listing import Listing, current_session
 from ibm_nodes.node import Node, Snapshot
 from ibm_nodes.permutation import Seed, check_seed
-from ibm_nodes.quarantine import Quarantine
+from ibm_nodes.quarantine import Quarantine, check_policy
 from ibm_nodes.read_ahead import Task, read_ahead
 from ibm_nodes.state import State, check_keys, check_settings
 from ibm_nodes.storage import Options
@@ -97,10 +97,6 @@ class Reader(Node[Any]):
             raise ValueError(f"epochs must be at least 1 or None, got {epochs}")
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size must be at least 1 or None, got {vocab_size}")
-        if on_error not in ("raise", "quarantine") or max_errors < 1:
-            raise ValueError(
-                f'on_error must be "raise" or "quarantine" and max_errors at least 1, got {on_error!r} and {max_errors}'
-            )
         if not 0 <= holdout < 1 or split not in ("train", "validation"):
             raise ValueError(
                 f'holdout must be from 0 to below 1 and split "train" or "validation", got {holdout} and {split!r}'
@@ -112,6 +108,7 @@ class Reader(Node[Any]):
         if columns is not None and vocab_size is not None:
             raise ValueError("vocab_size must be None with columns: rows are not looked into")
         formats.suffixes(format)
+        check_policy(on_error, max_errors)
         self.url = url
         self.name = url.rstrip("/").rsplit("/", 1)[-1] if name is None else name
         self.shard = shard

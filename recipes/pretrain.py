@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import BaseNode
@@ -21,6 +21,8 @@ def pretrain(
     micro_batch_size: int | None = None,
     bos_id: int | None = None,
     vocab_size: int | None = None,
+    on_error: Literal["raise", "quarantine"] = "raise",
+    max_errors: int = 100,
     num_shards: int | None = None,
     skip: Sequence[tuple[int, int]] = (),
     seed: int = 0,
@@ -56,6 +58,9 @@ def pretrain(
             micro_batch_size) batches. None makes a step one batch.
         bos_id: id that opens a document, or None.
         vocab_size: ids must be below it, if it is given.
+        on_error: "raise" stops at data that cannot be read; "quarantine" leaves out such blocks and files from then on,
+            and records them in the state. Errors of the store that another attempt may cure are raised in any case.
+        max_errors: bad places that a logical shard may leave out of a dataset; the next one is an error.
         num_shards: number of logical shards, fixed for the life of the run; None takes the smallest multiple of
             global_batch_size that is at least 256, so that every world size which divides the batch works.
         skip: half-open ranges [begin, end) of sample numbers to leave out, in whole global batches, such as those of a
@@ -90,6 +95,8 @@ def pretrain(
         eos_id=eos_id,
         bos_id=bos_id,
         vocab_size=vocab_size,
+        on_error=on_error,
+        max_errors=max_errors,
         seed=seed,
         column=column,
         holdout=holdout,
@@ -128,6 +135,8 @@ def pretrain_graph(
     eos_id: int,
     bos_id: int | None,
     vocab_size: int | None,
+    on_error: Literal["raise", "quarantine"],
+    max_errors: int,
     seed: int,
     column: str,
     holdout: float,
@@ -144,6 +153,8 @@ def pretrain_graph(
         listings,
         weights=weights,
         vocab_size=vocab_size,
+        on_error=on_error,
+        max_errors=max_errors,
         seed=seed,
         column=column,
         holdout=holdout,
