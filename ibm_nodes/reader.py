@@ -194,7 +194,9 @@ class Reader(Node[Any]):
         if block is not None and block.num_rows:
             self._passes = block.passes + block.share * self._row / block.num_rows
         counters = self._row, self._documents, self._skipped, self._passes
-        return _state, (self._settings, self._at, *counters, self._quarantine)
+        # Bad places are shared, since they tell from where on they hold: a state that was taken before one was found
+        # and is written after, as those of nodes that draw ahead are, must have it.
+        return _state, (self._settings, self._at, counters, self._quarantine)
 
     def close(self) -> None:
         """Gives up the reads that it has asked for; the next document asks anew."""
@@ -288,24 +290,9 @@ class Reader(Node[Any]):
         self._at, self._row, self._block = following, 0, None
 
 
-def _state(
-    settings: dict[str, Any],
-    at: Cursor,
-    row: int,
-    documents: int,
-    skipped: int,
-    passes: float,
-    quarantine: Quarantine,
-) -> State:
+def _state(settings: dict[str, Any], at: Cursor, counters: tuple[float, ...], quarantine: Quarantine) -> State:
     return {
         Reader.SETTINGS_KEY: settings,
         Reader.QUARANTINED_KEY: quarantine.state(),
-        "epoch": at.epoch,
-        "whole": at.whole,
-        "file": at.file,
-        "block": at.block,
-        "row": row,
-        "documents": documents,
-        "skipped": skipped,
-        "passes": passes,
+        **dict(zip(Reader.COUNTER_KEYS, (*at, *counters), strict=True)),
     }

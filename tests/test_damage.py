@@ -150,11 +150,13 @@ def spoil(url, name, count):
         sys.stdout.write(f"{name}: change {number} of {length} bytes at {begin} of {ending}\n")
         sys.stdout.flush()
         put(url, files | {ending: bytes(data)})
+        left = read(url, on_error="quarantine")
         try:
             found = read(url)
         except ERRORS as error:
             assert url in described(error), described(error)
         else:
+            assert left == found
             assert len(found) <= 2 * len(ROWS)
             if layout.ending.endswith((".gz", ".zst", ".zstd")):
                 assert found == expected
