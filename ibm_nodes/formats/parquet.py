@@ -53,6 +53,10 @@ class ParquetFile:
             for index in range(self._metadata.num_columns)
             if self._metadata.schema.column(index).path.split(".")[0] in self._columns
         ]
+        self._places = self._leaves if _fault(file, self._metadata, None) else range(self._metadata.num_columns)
+        fault = _fault(file, self._metadata, self._columns) if self._places is self._leaves else None
+        if fault is not None:
+            raise ValueError(f"{file.url} has a damaged footer: {fault}") from fault
         self._runs = list(self._find_runs())
         begins = [self._begin(run.groups[0]) for run in self._runs]
         self.spans = np.array(_spans(self._runs, begins, file.size), np.int64)
@@ -172,7 +176,7 @@ class ParquetFile:
 
     def _begin(self, group: int) -> int:
         metadata = self._metadata.row_group(group)
-        return int(min(_chunk_begin(metadata.column(index)) for index in range(metadata.num_columns)))
+        return int(min(_chunk_begin(metadata.column(index)) for index in self._places))
 
 
 class _Run(NamedTuple):
@@ -240,6 +244,34 @@ class _Window(io.RawIOBase):
         )
         data = self._file.read(begin + len(kept), until)
         self._data, self._at = bytes(kept) + data if kept else bytes(data), begin
+
+
+class _Touched(Exception):
+    """Something was read."""
+
+
+class _Nothing(_Window):
+    """A window that is never read from: who tries is told so."""
+
+    def read(self, size: int = -1) -> bytes:
+        raise _Touched
+
+
+def _fault(file: StoredObject, metadata: pq.FileMetaData, columns: list[str] | None) -> Exception | None:
+    """Tells what is wrong with the metadata of chunks, of some columns or all.
+
+    Asked for one that is damaged, pyarrow aborts the process; where it begins to read it, that is an error.
+    """
+    source = pa.PythonFile(_Nothing(file, 0, 0, 0), mode="r")
+    reader = pq.ParquetFile(source, metadata=metadata, pre_buffer=False, buffer_size=1)
+    for group in range(metadata.num_row_groups):
+        try:
+            reader.read_row_groups([group], columns, use_threads=False)
+        except _Touched:
+            continue
+        except (pa.ArrowException, OSError, ValueError) as error:
+            return error
+    return None
 
 
 def _metadata(file: StoredObject) -> pq.FileMetaData:
