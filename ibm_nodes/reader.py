@@ -194,8 +194,7 @@ class Reader(Node[Any]):
         if block is not None and block.num_rows:
             self._passes = block.passes + block.share * self._row / block.num_rows
         counters = self._row, self._documents, self._skipped, self._passes
-        # Bad places are shared, since they tell from where on they hold: a state that was taken before one was found
-        # and is written after, as those of nodes that draw ahead are, must have it.
+        # Bad places, which tell from where on they hold, are shared: what draws ahead has states from before them.
         return _state, (self._settings, self._at, counters, self._quarantine)
 
     def close(self) -> None:
@@ -229,6 +228,8 @@ class Reader(Node[Any]):
         """Takes the first block of the queue; after an error the next call asks for it anew."""
         try:
             block = self._queue[0][1].result()
+            if block.fault is not None:  # once more: it may have been spoiled on its way
+                block = self._blocks.load(self._at)
         except StopIteration as error:
             self._queue.clear()
             raise RuntimeError(f"reading {self.url} raised StopIteration, which is no end of data") from error

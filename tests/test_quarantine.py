@@ -638,6 +638,26 @@ def test_a_format_of_ones_own_is_to_blame_for_its_own_errors_alone(tmp_path):
             list(reader(url, format=Own, epochs=1, listing=listing))
 
 
+def test_what_was_spoiled_on_its_way_is_read_once_more_and_not_left_out(tmp_path):
+    url = f"file://{tmp_path}/"
+    expected = write(url, "JSON lines, gzip", files_of)
+    attempts = []
+
+    class Spoiled(sequential.SequentialFile):
+        def read(self, block):
+            attempts.append(block)
+            if len(attempts) % 2:
+                raise ValueError("it was spoiled")
+            return super().read(block)
+
+    def opened(file, column):
+        return Spoiled(file, lambda: jsonl.LineDecoder(column, file.url))
+
+    node = reader(url, format=opened, epochs=1)
+    assert len(read(node)) == len(expected) + 3
+    assert len(attempts) == 6 and places(node) == []
+
+
 def test_a_length_that_no_memory_has_is_the_files_fault_and_little_memory_is_not():
     assert quarantine.is_of_data(pa.ArrowMemoryError("malloc of size 281474976710848 failed"))
     assert not quarantine.is_of_data(pa.ArrowMemoryError("malloc of size 4096 failed"))
