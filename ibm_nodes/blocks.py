@@ -12,6 +12,7 @@ from ibm_nodes import formats
 from ibm_nodes.formats.lists import check_ids
 from ibm_nodes.listing import Listing, StoredObject
 from ibm_nodes.permutation import derive_key, permutation, random_index, random_words
+from ibm_nodes.quarantine import FAULTS, Fault, Place, Quarantine, is_gone, is_of_data, reason
 from ibm_nodes.storage import Object
 
 
@@ -43,6 +44,7 @@ class Block(NamedTuple):
     size: int
     ask_at: int  # the row at which the next block is asked for
     chained: bool  # whether blocks of its file go on where the one before was decoded to
+    fault: Fault | None  # why it could not be read, if it is to be left out
 
 
 class HeldOut(NamedTuple):
@@ -78,6 +80,8 @@ class Blocks:
         listing: gives what is under the url.
         held_out: which rows to leave out.
         where: which rows are wanted; all others count as empty.
+        left_out: bad places that are not read; its reader adds to it.
+        tolerant: give a block with a fault for data that cannot be read, in place of an error.
     """
 
     def __init__(
@@ -91,7 +95,10 @@ class Blocks:
         listing: Callable[[], Listing],
         held_out: "HeldOut | None" = None,
         where: formats.Where | None = None,
+        left_out: Quarantine,
+        tolerant: bool = False,
     ) -> None:
+        self._left_out, self._tolerant = left_out, tolerant
         self._key, self._part = key, part
         self._held_out = held_out
         self._column, self._format, self._vocab_size = column, format, vocab_size
@@ -108,10 +115,9 @@ class Blocks:
             return self._empty(at, num_files, 0, listing)
         index = first + int(permutation(derive_key(*self._key, "files", at.epoch), num_files)[at.file])
         item, start = listing.objects[index], listing.starts[index]
-        file = listing.file(
-            (index, self._column, self._format, self._condition),
-            partial(_open, listing, item, self._column, self._format, self._where),
-        )
+        file = self._open(listing, index, at)
+        if file is None or isinstance(file, Fault):
+            return self._empty(at, num_files, 0, listing)._replace(fault=file)
         turn, num_turns = 0, 1
         if file.splittable:
             blocks = self._owned(file, start, low, high, (item.key, at.epoch))
@@ -121,8 +127,10 @@ class Blocks:
         if at.block >= len(blocks):
             return self._empty(at, num_files, len(blocks), listing)
         number = int(blocks[at.block])
-        names = (index, number, self._column, self._format, self._vocab_size, self._condition)
-        lists = listing.block(names, partial(self._read, file, number, item))
+        lists = self._lists(listing, index, at, file, number)
+        if lists is None or isinstance(lists, Fault):
+            num_blocks = len(blocks) if file.splittable else at.block + 1  # the rest is left out with it
+            return self._empty(at, num_files, num_blocks, listing)._replace(fault=lists)
         if file.splittable:
             span = start + int(file.spans[number]), start + int(file.spans[number + 1])
             own = range(*_own_rows(len(lists.rows), *span, low, high))
@@ -149,6 +157,33 @@ class Blocks:
             chained=not file.splittable or len(set(file.groups[blocks].tolist())) < len(blocks),
         )
 
+    def _open(self, listing: Listing, index: int, at: Cursor) -> formats.ShardFile | Fault | None:
+        """Opens a file; gives None if it is left out, or why it is to be."""
+        item = listing.objects[index]
+        if self._left_out.has(item.key, None, at):
+            return None
+        try:
+            return listing.file(
+                (index, self._column, self._format, self._condition),
+                partial(_open, listing, item, self._column, self._format, self._where),
+            )
+        except FAULTS as error:
+            return self._fault(error, listing, item, Place(item.key, 0, None, at, reason(error)))
+
+    def _lists(
+        self, listing: Listing, index: int, at: Cursor, file: formats.ShardFile, number: int
+    ) -> formats.Lists | Fault | None:
+        """Reads a block; gives None if it is left out, or why it is to be, with what goes on where it ends."""
+        item = listing.objects[index]
+        if self._left_out.has(item.key, number, at):
+            return None
+        names = (index, number, self._column, self._format, self._vocab_size, self._condition)
+        try:
+            return listing.block(names, partial(self._read, file, number, item))
+        except FAULTS as error:
+            end = int(np.searchsorted(file.groups, file.groups[number], "right")) if file.splittable else None
+            return self._fault(error, listing, item, Place(item.key, number, end, at, reason(error)))
+
     def _read(self, file: formats.ShardFile, number: int, item: Object) -> formats.Lists:
         try:
             lists = file.read(number)
@@ -156,6 +191,14 @@ class Blocks:
         except (ValueError, OSError, pa.ArrowException) as error:
             error.add_note(f"in block {number} of {item.url}")
             raise
+
+    def _fault(self, error: BaseException, listing: Listing, item: Object, place: Place) -> Fault:
+        """Gives what is to be recorded of an error; raises it if it is not the data's, or not to be recorded."""
+        if not self._tolerant or not is_of_data(error):
+            raise error
+        if is_gone(error):
+            place = place._replace(first=0, end=None)
+        return Fault(place, item.url, listing, error.with_traceback(None))  # which would keep the data of its frames
 
     def _interval(self, listing: Listing, whole: bool) -> tuple[int, int]:
         shard, num_shards = (0, 1) if whole else self._part
@@ -206,6 +249,7 @@ class Blocks:
             size=0,
             ask_at=0,
             chained=False,
+            fault=None,
         )
 
 

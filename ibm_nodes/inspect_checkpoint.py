@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ibm_nodes.checkpoint import Saved, list_saved, read_saved
+from ibm_nodes.reader import Reader
 from ibm_nodes.schedule import SCHEDULE_KEY, Schedule, shares
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.state import SHARDS_KEY, State, merge
@@ -13,8 +14,6 @@ from ibm_nodes.storage import Options
 FAULTS = (ValueError, LookupError, TypeError, AttributeError, FileNotFoundError)
 """What the reading of a file may raise that is damaged, foreign, or has gone since it was listed."""
 NUM_NAMED = 4
-QUARANTINED_KEY = "quarantined"
-"""Where the state of a reader has a list of dicts, each with the ``url`` and the ``reason`` of what it left out."""
 
 
 def survey(url: str, storage_options: Options = None) -> list[dict[str, Any]]:
@@ -57,8 +56,9 @@ def describe_step(url: str, step: int | None = None, storage_options: Options = 
         A dict of ``step``, ``lineage``, ``world_size``, ``position``, ``num_shards``, ``settings``, ``tokens``,
         ``datasets`` (as ``ibm_nodes.stats`` gives them, of all ranks together, and ``epochs``: the lowest and the
         highest that a logical shard is in), ``schedule`` (None without one, else what ``describe_schedule`` gives),
-        ``quarantined`` (the places in the data that were left out because of a fault, as the nodes recorded them, each
-        with its ``dataset``) and ``bytes_per_rank``.
+        ``quarantined`` (the places in the data that are left out because of a fault: ``dataset``, ``file``, the
+        blocks [``first``, ``end``) of it, with an end of None all that follow, ``reason``, and ``shards``, how many
+        logical shards recorded it) and ``bytes_per_rank``.
 
     Raises:
         FileNotFoundError: if there is no complete checkpoint, or not of that step.
@@ -90,11 +90,7 @@ def describe_step(url: str, step: int | None = None, storage_options: Options = 
         "tokens": sum(entry.get("tokens", 0) for entry in datasets.values()),
         "datasets": datasets,
         "schedule": describe_schedule(state[SCHEDULE_KEY], state[Sharder.POSITION_KEY]),
-        "quarantined": [
-            {"dataset": reader["settings"]["name"], **place}
-            for reader in readers
-            for place in reader.get(QUARANTINED_KEY, [])
-        ],
+        "quarantined": _quarantined(readers),
         "bytes_per_rank": [chosen.files[rank].size for rank in range(chosen.world_size)],
     }
 
@@ -246,6 +242,17 @@ def _readers(state: Any) -> Iterator[State]:
         return
     for value in state:
         yield from _readers(value)
+
+
+def _quarantined(readers: Iterable[State]) -> list[dict[str, Any]]:
+    """Gives the places that readers recorded, each once."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for reader in readers:
+        for place in reader.get(Reader.QUARANTINED_KEY, []):
+            entry = {"dataset": reader["settings"]["name"], **{key: place[key] for key in ("file", "first", "end")}}
+            kept = found.setdefault(tuple(entry.values()), {**entry, "reason": place["reason"], "shards": 0})
+            kept["shards"] += 1
+    return sorted(found.values(), key=lambda place: (place["dataset"], place["file"], place["first"]))
 
 
 def _names(saved: Saved) -> str:

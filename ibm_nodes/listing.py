@@ -14,6 +14,7 @@ from ibm_nodes.storage import Object, Options, find, read, read_whole, write
 
 T = TypeVar("T")
 
+FROM_STORE = "from_store"
 CACHED_FILES = 512
 CACHED_BLOCKS = 4096
 COMPANIONS = {".bin": ".idx"}
@@ -32,6 +33,7 @@ class Listing:
     Attributes:
         starts: where each object begins in the dataset's bytes, and, last, their sum.
         digest: a hash of keys and sizes.
+        reported: bad places that were logged, so that each is once.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Listing:
         text = "\n".join(f"{item.key}\0{item.size}" for item in (*self.objects, *self.companions))
         self.digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         self.storage_options = storage_options
+        self.reported: set[tuple[str, int, int | None]] = set()
         self._files: Once[Any] = Once(CACHED_FILES)
         self._blocks: Once[Any] = Once(CACHED_BLOCKS, weak=True)
 
@@ -115,9 +118,18 @@ class StoredObject:
         """Reads bytes [start, end), as the object was listed.
 
         Raises:
+            ValueError: if the object ends before: then it is damaged, and says so of itself.
             OSError: if it has changed, is gone, or cannot be read.
         """
-        return self._listing.read(self._item, start, end)
+        if not 0 <= start <= end <= self.size:
+            raise ValueError(
+                f"{self.url} is damaged: it refers to its bytes {start} to {end}, and was listed with {self.size}"
+            )
+        try:
+            return self._listing.read(self._item, start, end)
+        except BaseException as error:
+            vars(error)[FROM_STORE] = True  # which its class does not tell: pyarrow raises OSError for damaged data
+            raise
 
     def companion(self) -> "StoredObject":
         """Gives the object that lies beside this one and is needed to read it.
@@ -130,6 +142,14 @@ class StoredObject:
             if item.url == url:
                 return StoredObject(self._listing, item)
         raise FileNotFoundError(f"{url} is not there: {self.url} cannot be read without it; put it beside that file")
+
+
+def came_from_store(error: BaseException) -> BaseException | None:
+    """Gives what a read of an object raised, if an error is that, or was raised from that."""
+    cause: BaseException | None = error
+    while cause is not None and FROM_STORE not in vars(cause):
+        cause = cause.__cause__
+    return cause
 
 
 class ListingSession:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.compute as pc
 
@@ -15,6 +15,7 @@ from ibm_nodes.items import ORIGIN_KEYS, Document, Documents, Row
 from ibm_nodes.listing import Listing, current_session
 from ibm_nodes.node import Node, Snapshot
 from ibm_nodes.permutation import Seed, check_seed
+from ibm_nodes.quarantine import Quarantine, check_policy
 from ibm_nodes.read_ahead import Task, read_ahead
 from ibm_nodes.state import State, check_keys, check_settings
 from ibm_nodes.storage import Options
@@ -54,6 +55,10 @@ class Reader(Node[Any]):
             too, but not yielded. For the formats arrow, parquet and jsonl.
         epochs: passes over the data; None goes on for ever.
         vocab_size: ids must be below it, if it is given.
+        on_error: "raise", or "quarantine": blocks that cannot be decoded, have no such column or ids out of range, and
+            files that cannot be opened, are gone or were replaced, are left out from then on, and are in the state.
+            Errors of the store that another attempt may cure are raised in any case.
+        max_errors: how many such places a logical shard may leave out; the next one is an error.
         holdout: share of the documents that are held out, chosen by a hash of dataset, file and row alone.
         split: "train" reads the documents that are not held out, "validation" those that are.
         listing: what is under the url: from ``list_dataset``, or the URL of a file that ``Listing.write`` or
@@ -69,9 +74,11 @@ class Reader(Node[Any]):
             dataset has no token at all, or its files have changed. A note names url and row.
         LookupError, TypeError: if a file has no such column, or not one of integer lists, or where cannot be computed.
         FileNotFoundError, PermissionError, OSError: if the store cannot be read.
+        RuntimeError: if there are more bad places than max_errors.
     """
 
     SETTINGS_KEY = "settings"
+    QUARANTINED_KEY = "quarantined"
     COUNTER_KEYS = ("epoch", "whole", "file", "block", "row", "documents", "skipped", "passes")
 
     def __init__(
@@ -88,6 +95,8 @@ class Reader(Node[Any]):
         format: formats.Format = None,
         epochs: int | None = None,
         vocab_size: int | None = None,
+        on_error: Literal["raise", "quarantine"] = "raise",
+        max_errors: int = 100,
         holdout: float = 0.0,
         split: str = "train",
         listing: Listing | str | None = None,
@@ -113,6 +122,7 @@ class Reader(Node[Any]):
             raise ValueError("vocab_size must be None with columns: rows are not looked into")
         check_on_change(on_change, epochs)
         formats.suffixes(format)
+        check_policy(on_error, max_errors)
         self.condition = formats.Where(where) if where is not None else None
         self.where = self.condition and str(self.condition)
         self.url = url
@@ -125,6 +135,8 @@ class Reader(Node[Any]):
         self.format = format
         self.epochs = epochs
         self.vocab_size = vocab_size
+        self.on_error = on_error
+        self.max_errors = max_errors
         self.holdout = holdout
         self.split = split
         self.listing = listing
@@ -137,7 +149,8 @@ class Reader(Node[Any]):
         suffixes = formats.suffixes(self.format)
         listing = partial(session.listing, self.url, self.storage_options, suffixes, self.listing)
         settings = {name: getattr(self, name) for name in SETTINGS}
-        fresh: State = {self.SETTINGS_KEY: {**settings, "listing": None}, **dict.fromkeys(self.COUNTER_KEYS, 0)}
+        fresh: State = {self.SETTINGS_KEY: {**settings, "listing": None}, self.QUARANTINED_KEY: []}
+        fresh |= dict.fromkeys(self.COUNTER_KEYS, 0)
         state = fresh if initial_state is None else initial_state
         check_keys(self, state, fresh)
         check_settings(self, state[self.SETTINGS_KEY], **settings)
@@ -155,6 +168,7 @@ class Reader(Node[Any]):
         self._documents: int = state["documents"]
         self._skipped: int = state["skipped"]
         self._passes: float = state["passes"]
+        self._quarantine = Quarantine(self.name, self.shard, self.max_errors, state[self.QUARANTINED_KEY])
         self._blocks = Blocks(
             key=("Reader", self.seed, self.name, self.shard),
             part=(self.shard, self.num_shards),
@@ -166,6 +180,8 @@ class Reader(Node[Any]):
             ),
             where=self.condition,
             held_out=HeldOut(self.name, self.holdout, self.split == "validation") if self.holdout else None,
+            left_out=self._quarantine,
+            tolerant=self.on_error == "quarantine",
         )
         self._block: Block | None = None
         self._queue: deque[tuple[Cursor, Task[Block]]] = deque()
@@ -205,14 +221,18 @@ class Reader(Node[Any]):
             [epoch] * len(rows),
             block.lasts[first:last],
             values.dtype if values.flags.c_contiguous else None,
-            partial(_after, (self._settings, self._at), (self._documents, self._skipped), block, first),
+            partial(
+                _after, (self._settings, self._at), (self._documents, self._skipped), self._quarantine, block, first
+            ),
         )
 
     def snapshot(self) -> Snapshot:
         block = self._block
         if block is not None and block.num_rows:
             self._passes = block.passes + block.share * self._row / block.num_rows
-        return _state, (self._settings, self._at, self._row, self._documents, self._skipped, self._passes)
+        counters = self._row, self._documents, self._skipped, self._passes
+        # Bad places, which tell from where on they hold, are shared: what draws ahead has states from before them.
+        return _state, (self._settings, self._at, counters, self._quarantine)
 
     def close(self) -> None:
         """Gives up the reads that it has asked for; the next document asks anew."""
@@ -229,6 +249,9 @@ class Reader(Node[Any]):
         if not self._queue:
             self._queue.append((self._at, Task(partial(self._blocks.load, self._at))))
         block = self._result()
+        if block.fault is not None:
+            self._queue.clear()  # what was asked for before knows nothing of it
+            self._quarantine.add(block.fault)
         if late and self._settings["listing"] is not None:
             self._depth = min(self._depth + 1, MAX_DEPTH)
         self._settings["listing"] = block.listing  # also for snapshots taken before, of which items may be handed out
@@ -241,6 +264,8 @@ class Reader(Node[Any]):
         """Takes the first block of the queue; after an error the next call asks for it anew."""
         try:
             block = self._queue[0][1].result()
+            if block.fault is not None:  # once more: it may have been spoiled on its way
+                block = self._blocks.load(self._at)
         except StopIteration as error:
             self._queue.clear()
             raise RuntimeError(f"reading {self.url} raised StopIteration, which is no end of data") from error
@@ -293,7 +318,7 @@ class Reader(Node[Any]):
                     + ("row" if self.columns else f"token in column {self.column!r}")
                     + (f" where {self.where}" if self.where else "")
                     + (f" of its {self.split} split with holdout={self.holdout}" if self.holdout else "")
-                    + ": leave it out of the mix"
+                    + f": leave it out of the mix{self._quarantine}"
                 )
             else:
                 following = Cursor(self._at.epoch, True, 0, 0)
@@ -304,22 +329,21 @@ class Reader(Node[Any]):
 
 
 def _after(
-    place: tuple[dict[str, Any], Cursor], counts: tuple[int, int], block: Block, row: int, count: int
+    place: tuple[dict[str, Any], Cursor],
+    counts: tuple[int, int],
+    quarantine: Quarantine,
+    block: Block,
+    row: int,
+    count: int,
 ) -> Snapshot:
     """Gives the snapshot after some more rows of a block."""
     passes = block.passes + block.share * (row + count) / block.num_rows
-    return _state, (*place, row + count, *counts, passes)
+    return _state, (*place, (row + count, *counts, passes), quarantine)
 
 
-def _state(settings: dict[str, Any], at: Cursor, row: int, documents: int, skipped: int, passes: float) -> State:
+def _state(settings: dict[str, Any], at: Cursor, counters: tuple[float, ...], quarantine: Quarantine) -> State:
     return {
         Reader.SETTINGS_KEY: settings.copy(),
-        "epoch": at.epoch,
-        "whole": at.whole,
-        "file": at.file,
-        "block": at.block,
-        "row": row,
-        "documents": documents,
-        "skipped": skipped,
-        "passes": passes,
+        Reader.QUARANTINED_KEY: quarantine.state(),
+        **dict(zip(Reader.COUNTER_KEYS, (*at, *counters), strict=True)),
     }

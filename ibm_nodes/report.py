@@ -8,6 +8,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from ibm_nodes.quarantine import describe
+
 Report = Mapping[str, Any]
 
 MAX_WORLD_SIZES = 40
@@ -160,7 +162,11 @@ def checkpoint_step(report: Report) -> list[str]:
         *_used_up(report),
         *_scheduled(report["schedule"]),
         f"bytes a rank: {size(min(sizes))} to {size(max(sizes))}, {size(sum(sizes))} on {len(sizes):,} ranks",
-        *(f"quarantined of {place['dataset']}: {place['url']}, {place['reason']}" for place in report["quarantined"]),
+        *(
+            f"quarantined of {place['dataset']}: {describe(place['first'], place['end'])} of {place['file']}, in "
+            f"{place['shards']} logical shard{'s' if place['shards'] != 1 else ''}: {place['reason']}"
+            for place in report["quarantined"]
+        ),
     ]
 
 

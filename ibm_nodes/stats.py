@@ -9,6 +9,8 @@ from ibm_nodes.packer import COUNTS, Packer
 from ibm_nodes.read_ahead import counters
 from ibm_nodes.state import SHARDS_KEY, State
 
+READER_COUNTS = ("passes", "skipped", "quarantined")
+
 
 def stats(loader: Loader[Any]) -> dict[str, Any]:
     """Gives what the loader has handed out on this rank since the run began, as plain numbers.
@@ -20,7 +22,8 @@ def stats(loader: Loader[Any]) -> dict[str, Any]:
         ``packing``: documents that were packed, the shares of them that were ``truncated`` (cut by the end of a sample
         or to its length) and ``dropped``, and the share of samples that is ``padding``; and ``datasets``: for each name
         tokens and documents drawn, ``share`` of all tokens, ``weight``, ``passes`` over the data, ``skipped``,
-        documents without tokens, ``used_up``, the share of this rank's logical shards in which it has ended, and
+        documents without tokens, ``used_up``, the share of this rank's logical shards in which it has ended,
+        ``quarantined``, bad places that are left out, each counted by every logical shard that came by it, and
         ``dropped`` documents and ``dropped_tokens`` if a ``Filter`` dropped any. What waits in buffers counts.
     """
     state = loader.state_dict()
@@ -62,19 +65,20 @@ def dataset_totals(shards: list[State], num_shards: int, num_owned: int) -> dict
         total = sum(mixer["weights"].values()) or 1
         for name, tokens in mixer["tokens"].items():
             entry = datasets.setdefault(
-                name, dict.fromkeys(("tokens", "documents", "share", "weight", "passes", "skipped", "used_up"), 0)
+                name, dict.fromkeys(("tokens", "documents", "share", "weight", "used_up", *READER_COUNTS), 0)
             )
             entry["tokens"] += tokens
             entry["documents"] += mixer["documents"][name]
             entry["weight"] = mixer["weights"].get(name, 0) / total
             entry["used_up"] += name in mixer["ended"]
     for name, reader in (found for shard in shards for found in _readers(shard)):
-        entry = datasets.setdefault(name or reader["settings"]["name"], {"passes": 0, "skipped": 0})
+        entry = datasets.setdefault(name or reader["settings"]["name"], dict.fromkeys(READER_COUNTS, 0))
         entry["passes"] += reader["passes"] * (num_shards if reader["whole"] else 1) / num_owned
         entry["skipped"] += reader["skipped"]
+        entry["quarantined"] += len(reader.get("quarantined", ()))  # none in states of older versions
     for state in (found for shard in shards for found in _find(shard, "dropped_by_dataset")):
         for name, (documents, tokens) in state["dropped_by_dataset"].items():
-            entry = datasets.setdefault(name, {"passes": 0, "skipped": 0})
+            entry = datasets.setdefault(name, dict.fromkeys(READER_COUNTS, 0))
             entry["dropped"] = entry.get("dropped", 0) + documents
             entry["dropped_tokens"] = entry.get("dropped_tokens", 0) + tokens
     drawn = sum(entry.get("tokens", 0) for entry in datasets.values())

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import BaseNode
@@ -56,6 +56,8 @@ def mix(
     *,
     weights: Mapping[str, float] | Schedule,
     vocab_size: int | None,
+    on_error: Literal["raise", "quarantine"],
+    max_errors: int,
     seed: int,
     column: str,
     holdout: float = 0.0,
@@ -81,6 +83,8 @@ def mix(
             columns=None if text is None else [column],
             epochs=epochs.get(name),
             vocab_size=vocab_size if text is None else None,
+            on_error=on_error,
+            max_errors=max_errors,
             holdout=holdout,
             listing=listing,
             on_change=on_change.get(name, "error"),

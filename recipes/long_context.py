@@ -23,6 +23,8 @@ def long_context(
     bos_id: int | None = None,
     pad_id: int | None = None,
     vocab_size: int | None = None,
+    on_error: Literal["raise", "quarantine"] = "raise",
+    max_errors: int = 100,
     num_shards: int | None = None,
     seed: int = 0,
     column: str = "tokens",
@@ -60,6 +62,8 @@ def long_context(
         bos_id: id that opens a document, or None.
         pad_id: id that fills samples, and that is taken off documents which end with it; None fills with eos_id.
         vocab_size: ids must be below it, if it is given.
+        on_error: "raise" stops at data that cannot be read, "quarantine" leaves it out, as in ``pretrain``.
+        max_errors: bad places that a logical shard may leave out of a dataset; the next one is an error.
         num_shards: number of logical shards, fixed for the life of a run; None chooses as ``pretrain`` does.
         seed: of the order of documents, the mix and the shuffle.
         column: the column of token ids.
@@ -92,6 +96,8 @@ def long_context(
         bos_id=bos_id,
         pad_id=pad_id,
         vocab_size=vocab_size,
+        on_error=on_error,
+        max_errors=max_errors,
         seed=seed,
         column=column,
         overflow=overflow,
@@ -138,6 +144,8 @@ def long_context_graph(
     bos_id: int | None,
     pad_id: int | None,
     vocab_size: int | None,
+    on_error: Literal["raise", "quarantine"],
+    max_errors: int,
     seed: int,
     column: str,
     overflow: Literal["split", "truncate", "drop"],
@@ -155,6 +163,8 @@ def long_context_graph(
         seed=seed,
         column=column,
         on_change=on_change,
+        on_error=on_error,
+        max_errors=max_errors,
     )
     packer = Packer(
         mixer,

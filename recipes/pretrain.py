@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 from torchdata.nodes import BaseNode
@@ -22,6 +22,8 @@ def pretrain(
     seq_len_schedule: Mapping[int, int] | None = None,
     bos_id: int | None = None,
     vocab_size: int | None = None,
+    on_error: Literal["raise", "quarantine"] = "raise",
+    max_errors: int = 100,
     num_shards: int | None = None,
     skip: Sequence[tuple[int, int]] = (),
     seed: int = 0,
@@ -61,6 +63,9 @@ def pretrain(
             such as ``{10**12: 8192}``; seq_len holds until then.
         bos_id: id that opens a document, or None.
         vocab_size: ids must be below it, if it is given.
+        on_error: "raise" stops at data that cannot be read; "quarantine" leaves out such blocks and files from then on,
+            and records them in the state. Errors of the store that another attempt may cure are raised in any case.
+        max_errors: bad places that a logical shard may leave out of a dataset; the next one is an error.
         num_shards: number of logical shards, fixed for the life of the run; None takes the smallest multiple of
             global_batch_size that is at least 256, so that every world size which divides the batch works.
         skip: half-open ranges [begin, end) of sample numbers to leave out, in whole global batches, such as those of a
@@ -101,6 +106,8 @@ def pretrain(
         eos_id=eos_id,
         bos_id=bos_id,
         vocab_size=vocab_size,
+        on_error=on_error,
+        max_errors=max_errors,
         seed=seed,
         column=column,
         holdout=holdout,
@@ -139,6 +146,8 @@ def pretrain_graph(
     eos_id: int,
     bos_id: int | None,
     vocab_size: int | None,
+    on_error: Literal["raise", "quarantine"],
+    max_errors: int,
     seed: int,
     column: str,
     holdout: float,
@@ -156,6 +165,8 @@ def pretrain_graph(
         listings,
         weights=schedule,
         vocab_size=vocab_size,
+        on_error=on_error,
+        max_errors=max_errors,
         seed=seed,
         column=column,
         holdout=holdout,

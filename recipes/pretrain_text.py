@@ -1,7 +1,7 @@
 """The recipe for pretraining on text as it lies, tokenized on the fly."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -24,6 +24,8 @@ def pretrain_text(
     seq_len_schedule: Mapping[int, int] | None = None,
     bos_id: int | None = None,
     vocab_size: int | None = None,
+    on_error: Literal["raise", "quarantine"] = "raise",
+    max_errors: int = 100,
     num_shards: int | None = None,
     skip: Sequence[tuple[int, int]] = (),
     seed: int = 0,
@@ -63,6 +65,8 @@ def pretrain_text(
             such as ``{10**12: 8192}``; seq_len holds until then.
         bos_id: id that opens a document, or None.
         vocab_size: all ids of the tokenizer must be below it, if it is given.
+        on_error: "raise" stops at data that cannot be read, "quarantine" leaves it out, as in ``pretrain``.
+        max_errors: bad places that a logical shard may leave out of a dataset; the next one is an error.
         num_shards: number of logical shards, fixed for the life of the run.
         skip: half-open ranges [begin, end) of sample numbers to leave out, in whole global batches.
         seed: of the order of documents, the mix and the shuffle.
@@ -99,6 +103,8 @@ def pretrain_text(
         seq_len_schedule=seq_len_schedule,
         bos_id=bos_id,
         vocab_size=vocab_size,
+        on_error=on_error,
+        max_errors=max_errors,
         num_shards=num_shards,
         skip=skip,
         seed=seed,

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +35,8 @@ def validation(
     bos_id: int | None = None,
     pad_id: int = 0,
     vocab_size: int | None = None,
+    on_error: Literal["raise", "quarantine"] = "raise",
+    max_errors: int = 100,
     num_shards: int | None = None,
     column: str = "tokens",
     max_samples: int | None = None,
@@ -62,6 +64,8 @@ def validation(
         bos_id: id that opens a document, or None.
         pad_id: id that fills the last sample of a logical shard.
         vocab_size: ids must be below it, if it is given.
+        on_error: "raise" stops at data that cannot be read, "quarantine" leaves it out, as in ``pretrain``.
+        max_errors: bad places that a logical shard may leave out of a dataset; the next one is an error.
         num_shards: number of logical shards; None takes global_batch_size.
         column: the column of token ids.
         max_samples: end after so many samples, in whole global batches; None reads all.
@@ -92,6 +96,8 @@ def validation(
         eos_id=eos_id,
         bos_id=bos_id,
         vocab_size=vocab_size,
+        on_error=on_error,
+        max_errors=max_errors,
         column=column,
     )
     num_shards = num_shards or global_batch_size
@@ -123,6 +129,8 @@ def validation_graph(
     eos_id: int,
     bos_id: int | None,
     vocab_size: int | None,
+    on_error: Literal["raise", "quarantine"],
+    max_errors: int,
     column: str,
 ) -> BaseNode[Sample]:
     """Builds the graph of one logical shard."""
@@ -135,6 +143,8 @@ def validation_graph(
             column=column,
             epochs=1,
             vocab_size=vocab_size,
+            on_error=on_error,
+            max_errors=max_errors,
             holdout=holdout,
             split="validation",
             listing=listing,

@@ -212,6 +212,7 @@ LAYOUTS = {
     ),
     "Parquet": Layout("parquet", ".parquet", parquet, numbered),
     "Parquet, zstd": Layout("parquet", ".parquet", partial(parquet, compression="zstd"), numbered),
+    "Parquet, page checksums": Layout("parquet", ".parquet", partial(parquet, write_page_checksum=True), numbered),
     "JSON lines": Layout("jsonl", ".jsonl", json_lines, in_bytes),
     "JSON lines, gzip": Layout(
         "jsonl", ".json.gz", partial(compressed, write=json_lines, compress=gzip.compress), in_bytes

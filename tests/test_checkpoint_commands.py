@@ -164,8 +164,12 @@ def test_show_gives_the_epochs_of_the_logical_shards_and_what_they_left_out(ibm_
         shards = content["state"]["shards"]
         turns, ended, graph = archive.unpack(shards[4])
         (web, skip) = graph["source"]["source"]["sources"]["web"]
-        place = {"url": "s3://bucket/web/7.arrow", "reason": "row 3 is no list"}
-        graph["source"]["source"]["sources"]["web"] = ({**web, "epoch": 5, "quarantined": [place]}, skip)
+        since = {"since": (0, False, 1, 1), "reason": "ValueError: row 3 is no list"}
+        places = [
+            {"file": "7.arrow", "first": 2, "end": 3, **since},
+            {"file": "6.arrow", "first": 0, "end": None, **since},
+        ]
+        graph["source"]["source"]["sources"]["web"] = ({**web, "epoch": 5, "quarantined": places}, skip)
         shards[4] = archive.pack((turns, ended, graph))
 
     found = json.loads(ibm_nodes("checkpoint", "show", url, "--json")[1])["newest"]
@@ -174,10 +178,14 @@ def test_show_gives_the_epochs_of_the_logical_shards_and_what_they_left_out(ibm_
     rewrite(files[1], damage)
     found = json.loads(ibm_nodes("checkpoint", "show", url, "--json")[1])["newest"]
     assert found["datasets"]["web"]["epochs"] == [0, 5]
-    place = {"dataset": "web", "url": "s3://bucket/web/7.arrow", "reason": "row 3 is no list"}
-    assert found["quarantined"] == [place]
+    place = {"dataset": "web", "reason": "ValueError: row 3 is no list", "shards": 1}
+    places = [{"file": "6.arrow", "first": 0, "end": None, **place}, {"file": "7.arrow", "first": 2, "end": 3, **place}]
+    assert found["quarantined"] == places
+    assert found["datasets"]["web"]["quarantined"] == 2
     out = ibm_nodes("checkpoint", "show", url)[1]
-    assert "\nquarantined of web: s3://bucket/web/7.arrow, row 3 is no list\n" in out
+    ending = "in 1 logical shard: ValueError: row 3 is no list\n"
+    assert f"\nquarantined of web: all blocks of 6.arrow, {ending}" in out
+    assert f"\nquarantined of web: block 2 of 7.arrow, {ending}" in out
     assert re.search(r"^web .* 0 to 5$", out, re.MULTILINE) and re.search(r"^code .* 0$", out, re.MULTILINE)
 
 

@@ -58,6 +58,10 @@ class ParquetFile:
             for index in range(self._metadata.num_columns)
             if self._metadata.schema.column(index).path.split(".")[0] in self._columns
         ]
+        self._places = self._leaves if _fault(file, self._metadata, None) else range(self._metadata.num_columns)
+        fault = _fault(file, self._metadata, self._columns) if self._places is self._leaves else None
+        if fault is not None:
+            raise ValueError(f"{file.url} has a damaged footer: {fault}") from fault
         kinds = {self._metadata.schema.column(leaf).physical_type for leaf in self._leaves}
         # (64-bit ids are kept in 32 bits.)
         self._run_bytes = RUN_BYTES * (2 if kinds == {"INT64"} and not isinstance(column, tuple) else 1)
@@ -160,7 +164,13 @@ class ParquetFile:
         # (Chunks of several columns are decoded side by side: one window would be fetched again and again.)
         window = (WINDOW_BYTES if len(chunks) == 1 else 0) if buffer_size else whole
         file = pa.PythonFile(_Window(self._file, begin, end, window), mode="r")
-        return pq.ParquetFile(file, metadata=self._metadata, pre_buffer=False, buffer_size=buffer_size)
+        return pq.ParquetFile(
+            file,
+            metadata=self._metadata,
+            pre_buffer=False,
+            buffer_size=buffer_size,
+            page_checksum_verification=True,  # of pages that have one
+        )
 
     def _decoded_size(self, group: int) -> int:
         """Gives about how many bytes the columns of a group take in memory; what repeats takes far fewer on disk."""
@@ -187,7 +197,7 @@ class ParquetFile:
 
     def _begin(self, group: int) -> int:
         metadata = self._metadata.row_group(group)
-        return int(min(_chunk_begin(metadata.column(index)) for index in range(metadata.num_columns)))
+        return int(min(_chunk_begin(metadata.column(index)) for index in self._places))
 
 
 class _Run(NamedTuple):
@@ -263,6 +273,34 @@ def _copy(lists: Lists) -> Lists:
         return lists
     low, high = int(lists.begins.min()), int(lists.ends.max())
     return Lists(lists.values[low:high].copy(), lists.begins - low, lists.ends - low, lists.rows)
+
+
+class _Touched(Exception):
+    """Something was read."""
+
+
+class _Nothing(_Window):
+    """A window that is never read from: who tries is told so."""
+
+    def read(self, size: int = -1) -> bytes:
+        raise _Touched
+
+
+def _fault(file: StoredObject, metadata: pq.FileMetaData, columns: list[str] | None) -> Exception | None:
+    """Tells what is wrong with the metadata of chunks, of some columns or all.
+
+    Asked for one that is damaged, pyarrow aborts the process; where it begins to read it, that is an error.
+    """
+    source = pa.PythonFile(_Nothing(file, 0, 0, 0), mode="r")
+    reader = pq.ParquetFile(source, metadata=metadata, pre_buffer=False, buffer_size=1)
+    for group in range(metadata.num_row_groups):
+        try:
+            reader.read_row_groups([group], columns, use_threads=False)
+        except _Touched:
+            continue
+        except (pa.ArrowException, OSError, ValueError) as error:
+            return error
+    return None
 
 
 def _metadata(file: StoredObject) -> pq.FileMetaData:
