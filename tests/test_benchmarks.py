@@ -54,3 +54,15 @@ def test_throughput_prints_a_rate_for_every_run(tmp_path):
     rates = {entry["run"]: entry["million_tokens_per_second"] for entry in results[:-1]}
     assert results[-1]["best_fit_of_concat"] == pytest.approx(rates["Arrow, best fit"] / rates["Arrow"], rel=0.01)
     assert results[-1]["peak_mib"] > 0 and results[-1]["get_state_milliseconds"] > 0
+
+
+def test_latency_of_store_gives_the_rate_behind_a_latency_as_a_share_of_that_without(s3, tmp_path):
+    size = ["--tokens", 300_000, "--num-shards", 4, "--seconds", 0.2, "--rounds", 1, "--directory", tmp_path]
+    results = run("latency_of_store.py", *size)
+    assert [entry["run"] for entry in results] == [
+        f"{form}, {what}" for form in ("arrow", "parquet") for what in ("one stream", "batches")
+    ]
+    for entry in results:
+        assert entry["latency_ms"] == 30
+        assert entry["without"] > 0 and entry["delayed"] > 0
+        assert abs(entry["ratio"] - entry["delayed"] / entry["without"]) < 0.05 * entry["ratio"]

@@ -161,6 +161,13 @@ def test_a_service_that_fails_for_a_while_is_asked_again(store, identity, status
     assert len(identity.stub.requests) == 3
 
 
+def test_an_answer_of_the_service_that_was_cut_off_is_asked_for_again(store, identity):
+    store.knows.tokens = {"session-of-first"}
+    identity.service.faults = [(200, "<AssumeRoleWithWebIdentityResponse><AssumeRole")]
+    assert store.read() == DATA[100:5000]
+    assert len(identity.stub.requests) == 2
+
+
 def test_a_token_of_the_file_that_has_expired_is_waited_for(store, identity):
     store.knows.tokens = {"session-of-first"}
     refusal = f"<ErrorResponse>{stubs.error('ExpiredTokenException')}</ErrorResponse>"

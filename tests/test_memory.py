@@ -82,7 +82,7 @@ def check_row_group(path, table, options, limit):
 
 
 def test_a_huge_row_group_takes_a_small_part_of_its_size(tmp_path):
-    check_row_group(tmp_path, noise(400 * MIB), PARQUET["zstd"], 160 * MIB)
+    check_row_group(tmp_path, noise(256 * MIB), PARQUET["zstd"], 160 * MIB)
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_row_group_of_1_gib_takes_a_fifth_of_it(tmp_path, codec):
 
 
 def test_a_row_group_that_is_small_on_disk_for_its_repeats_is_read_in_parts_too(tmp_path):
-    table = noise(400 * MIB, vocab_size=1)
+    table = noise(256 * MIB, vocab_size=1)
     check_row_group(tmp_path, table, PARQUET["dictionary"], 160 * MIB)
     assert (tmp_path / "0.parquet").stat().st_size < MIB
 
@@ -106,7 +106,7 @@ def check_record_batch(path, table, limit):
 
 
 def test_a_huge_record_batch_takes_a_small_part_of_its_size(tmp_path):
-    check_record_batch(tmp_path, noise(400 * MIB), 120 * MIB)
+    check_record_batch(tmp_path, noise(256 * MIB), 120 * MIB)
 
 
 @pytest.mark.slow
