@@ -32,12 +32,13 @@ from ibm_nodes import (
     Sharder,
     Shuffler,
     Tokenizer,
+    attempts,
     list_dataset,
     quarantine,
-    s3,
     stats,
     storage,
 )
+from ibm_nodes.attempts import Changed
 from ibm_nodes.formats import arrow, jsonl, mds, megatron, parquet, sequential
 from ibm_nodes.formats.lists import Lists
 from ibm_nodes.testing import assert_rescales, assert_resumes
@@ -244,7 +245,7 @@ def test_a_file_that_changed_since_it_was_listed_is_an_error_or_left_out(place, 
     strict = reader(url, listing=listing, on_error="raise", epochs=1)
     with pytest.raises(OSError, match=r"001\.") as raised:
         list(strict)
-    assert isinstance(raised.value, FileNotFoundError if change == "deleted" else s3.ObjectChanged)
+    assert isinstance(raised.value, FileNotFoundError if change == "deleted" else Changed)
     check(url, expected, listing=listing, cuts=None if url.startswith("file") else (2, 5))
 
 
@@ -559,9 +560,9 @@ def test_the_parts_of_a_large_row_group_go_together_from_the_bad_one_on(tmp_path
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(s3, "FIRST_BYTE_SECONDS", 0.2)
-    monkeypatch.setattr(s3, "GIVE_UP_SECONDS", 0.3)
-    monkeypatch.setattr(s3, "FIRST_DELAY_SECONDS", 0.02)
+    monkeypatch.setattr(attempts, "FIRST_BYTE_SECONDS", 0.2)
+    monkeypatch.setattr(attempts, "GIVE_UP_SECONDS", 0.3)
+    monkeypatch.setattr(attempts, "FIRST_DELAY_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize(
