@@ -92,7 +92,6 @@ class FaultProxy:
     def __enter__(self) -> "FaultProxy":
         self.spoil([])
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task] = set()
         started = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(started,), name="fault-proxy", daemon=True)
         self._thread.start()
@@ -114,13 +113,13 @@ class FaultProxy:
         started.set()
         await self._stopped.wait()
         listening.close()
-        for task in self._tasks:
+        await asyncio.sleep(0)  # so that connections which were just accepted are known
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        self._tasks.add(task)
         self.connections += 1
         try:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError, Ended):
@@ -128,7 +127,6 @@ class FaultProxy:
                     await self._answer(await reader.readuntil(b"\r\n\r\n"), reader, writer)
         finally:
             self.connections -= 1
-            self._tasks.discard(task)
             writer.close()
 
     async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
