@@ -31,7 +31,6 @@ class Block(NamedTuple):
     lists: formats.Lists
     begins: list[int]
     ends: list[int]
-    lasts: list[Any]  # the last value of each row
     rows: list[int]
     url: str
     num_rows: int
@@ -146,7 +145,6 @@ class Blocks:
             lists=lists,
             begins=lists.begins[order].tolist(),
             ends=lists.ends[order].tolist(),
-            lasts=lists.values[lists.ends[order] - 1].tolist(),
             rows=lists.rows[order].tolist(),
             url=item.url,
             num_rows=len(order),
@@ -236,7 +234,6 @@ class Blocks:
             lists=formats.Lists(none, none, none, none),
             begins=[],
             ends=[],
-            lasts=[],
             rows=[],
             url="",
             num_rows=0,

@@ -1,7 +1,7 @@
 """What flows between nodes, and how a buffer of it becomes plain data for a state."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -10,7 +10,6 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 TAG = "__item__"
-TOKEN_TYPES = (np.dtype(np.uint16), np.dtype(np.int32), np.dtype(np.int64))
 KEY_TYPES = (str, int, float, bool)
 
 
@@ -38,59 +37,6 @@ Place = tuple[str, str, int, int]
 document, of the first token of the run; an offset of -1 is a BOS that the packer put before it. (A plain tuple, so
 that a state can hold it as it is.)
 """
-
-
-class Documents(Sequence[Document]):
-    """Documents that were drawn together, in columns: an object for all of them, and one for each where it is wanted.
-
-    Args:
-        tokens: the tokens of each.
-        lengths: their numbers.
-        places: where each begins.
-        epochs: the epoch of each.
-        lasts: the last token of each.
-        dtype: that of all their tokens, which are contiguous; None if that is not known.
-        after: for a number of them, the snapshot of the node that drew them after that many; or None.
-    """
-
-    __slots__ = ("after", "dtype", "epochs", "lasts", "lengths", "places", "tokens")
-
-    def __init__(
-        self,
-        tokens: Sequence[np.ndarray],
-        lengths: Sequence[int],
-        places: Sequence[Place],
-        epochs: Sequence[int],
-        lasts: Sequence[int],
-        dtype: "np.dtype[Any] | None",
-        after: Callable[[int], Any] | None = None,
-    ) -> None:
-        self.tokens, self.lengths, self.places, self.epochs = tokens, lengths, places, epochs
-        self.lasts, self.dtype, self.after = lasts, dtype, after
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @overload
-    def __getitem__(self, index: int) -> Document: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "Documents": ...
-
-    def __getitem__(self, index: int | slice) -> "Document | Documents":
-        if isinstance(index, slice):
-            tokens, lengths, places, epochs = self.tokens, self.lengths, self.places, self.epochs
-            return Documents(tokens[index], lengths[index], places[index], epochs[index], self.lasts[index], self.dtype)
-        return document(self.tokens[index], self.places[index], self.epochs[index])
-
-    def __iter__(self) -> Iterator[Document]:
-        return map(document, self.tokens, self.places, self.epochs)
-
-
-def document(tokens: np.ndarray, place: Place, epoch: int) -> Document:
-    """Gives the document that begins at a place."""
-    name, url, row, _ = place
-    return tuple.__new__(Document, (tokens, url, row, name, epoch))  # in C, where a named tuple's own is in Python
 
 
 class Sample(NamedTuple):
@@ -188,8 +134,7 @@ def freeze(item: Any) -> Any:
     kind = type(item)
     if kind is Sample:
         tokens, starts, documents = item
-        frozen = {TAG: "array", "tensor": _share(tokens)} if tokens.dtype in TOKEN_TYPES else freeze(tokens)
-        return {TAG: "sample", "tokens": frozen, "starts": starts, "documents": documents}
+        return {TAG: "sample", "tokens": freeze(tokens), "starts": starts, "documents": documents}
     if kind is Document:
         return {TAG: "document", "tokens": freeze(item.tokens), "place": tuple(item[1:])}
     if kind is np.ndarray and item.dtype.kind in "biuf" and item.dtype.isnative:

@@ -1,16 +1,15 @@
 """Mixer: draws from named sources so that their tokens follow weights."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
 from torchdata.nodes import BaseNode
 
+from ibm_nodes.ahead import Ahead
 from ibm_nodes.credits import ONE, imagine, integer_weights, scale
-from ibm_nodes.items import Documents, document
-from ibm_nodes.node import Node, Snapshot, as_snapshot, draw, snapshot
+from ibm_nodes.node import Node, Snapshot
 from ibm_nodes.permutation import Seed, check_seed
 from ibm_nodes.schedule import Schedule
 from ibm_nodes.state import State, check_keys, check_settings
@@ -19,7 +18,7 @@ T = TypeVar("T")
 
 NUM_PROBES = 8
 """Documents whose lengths are looked at before the first draw from a source."""
-CHUNK_TOKENS = 1 << 16
+CHUNK_TOKENS = 1 << 13
 """As many are drawn from a source at once."""
 
 
@@ -106,38 +105,48 @@ class Mixer(Node[T]):
             name: _Place(name, node, self.max_tokens.get(name), *(state[key].get(name) for key in kept))
             for name, node in self.sources.items()
         }
-        # The sources that can be drawn from, and their weights.
+        # The sources that can be drawn from, their weights and credits, and which of them is due.
         self._active: list[_Place[T]] = []
         self._shares: list[int] = []
+        self._now: list[int] = []
+        self._due = 0
         self._prepared = False
-        self._at = 0
-        self._lay_down([], [], ())  # also for a state that is taken after an error
         self._until: float = -1
         self._changes: object = None
         self._start()
-        self._lay_down([], [], ())
 
     def next(self) -> T:
         return self.draw(1, extra=1)[0]
 
-    def draw(self, num_tokens: int, extra: int = 0) -> Sequence[T]:
+    def draw(self, num_tokens: int, extra: int = 0) -> list[T]:
         schedule = self.schedule
         if schedule is not None and (schedule.now >= self._until or schedule.changes is not self._changes):
             self._reweigh(schedule)
-        plan, first = self._plan, self._at
-        if first >= len(plan.lengths):
-            plan, first = self._plan_more(num_tokens), 0
-        last = first
-        for length in islice(plan.lengths, first, None):
-            num_tokens -= length + extra
-            last += 1
-            if num_tokens <= 0:
+        self._fill()
+        items: list[T] = []
+        active, shares, credits, due = self._active, self._shares, self._now, self._due
+        while num_tokens > 0 and active[due].items:
+            place = active[due]
+            if place.limit is not None and place.tokens >= place.limit:
                 break
-        self._at = last
-        return plan.items[first:last]
+            item = place.items.popleft()
+            length = len(item.tokens)  # type: ignore[attr-defined]  # items of a mix have tokens
+            place.taken += 1
+            place.documents += 1
+            place.tokens += length
+            num_tokens -= length + extra
+            credits = [credit + share * length for credit, share in zip(credits, shares, strict=True)]
+            credits[due] -= length * ONE
+            due = credits.index(max(credits))
+            items.append(item)
+        self._now, self._due = credits, due
+        return items
 
     def snapshot(self) -> Snapshot:
-        return _state, (self._plan, self._at)
+        active = [place.name for place in self._active]
+        places = [(place.name, place.tokens, place.documents, *place.snapshot()) for place in self._places.values()]
+        credits = self._credits, active, self._now
+        return _state, (self.seed, credits, tuple(self._ended), self.weights, self._parked, places)
 
     def _start(self) -> None:
         """Resets the sources; called again by the first draw, in case that one of them failed."""
@@ -149,86 +158,25 @@ class Mixer(Node[T]):
         left = {name: weight for name, weight in self.weights.items() if weight and name not in self._ended}
         return list(scale(left).items()) if left else []
 
-    def _plan_more(self, num_tokens: int) -> "_Plan[T]":
-        """Decides which documents come next, of those that sources have at hand; at least one, or StopIteration.
-
-        The order is that of drawing one by one, and the state is exact to the document.
-        """
-        self._settle()
+    def _fill(self) -> None:
+        """Sees to it that the source which is due has a document, or raises StopIteration."""
         if not self._prepared:
             self._start()
             self._prepare()
             self._activate()
             self._prepared = True
-        active = self._active
-        while active:
-            due = self._credits_of(active)
-            place = active[due.index(max(due))]
+        while self._active:
+            due = self._active[self._due]
             try:
-                place.fill()
-                break
+                if due.limit is None or due.tokens < due.limit:
+                    due.fill(CHUNK_TOKENS)
+                    return
             except StopIteration:
                 pass
-            self._ended.append(place.name)
+            self._keep_credits()
+            self._ended.append(due.name)
             self._activate()
-            self._lay_down([], [], ())
-            active = self._active
-        else:
-            raise StopIteration
-        # Weights that change with every sample would make a longer plan useless.
-        step = self.schedule is not None and self._until == self.schedule.now + 1
-        return self._mix(num_tokens if step else CHUNK_TOKENS)
-
-    def _mix(self, num_tokens: int) -> "_Plan[T]":
-        active, shares = self._active, self._shares
-        rows = [iter(place.rest()) for place in active]
-        credits = self._credits_of(active)
-        order: list[int] = []
-        drawn: list[Any] = []
-        while num_tokens > 0:
-            due = credits.index(max(credits))
-            row = next(rows[due], None)
-            if row is None:
-                break
-            length = row[0]
-            credits = [credit + share * length for credit, share in zip(credits, shares, strict=True)]
-            credits[due] -= length * ONE
-            num_tokens -= length
-            order.append(due)
-            drawn.append(row)
-        lengths, items = _columns(drawn, {place.dtype for place in active})
-        return self._lay_down(order, lengths, items)
-
-    def _lay_down(self, order: list[int], lengths: Sequence[int], items: Sequence[T]) -> "_Plan[T]":
-        self._plan: _Plan[T] = _Plan(
-            self.seed,
-            self._credits,
-            tuple(self._ended),
-            self.weights,
-            self._parked,
-            tuple([place.name for place in self._active]),
-            self._shares,
-            [place.stand or place.take_stand() for place in self._places.values()],
-            order,
-            lengths,
-            items,
-        )
-        self._at = 0
-        self._settled = False
-        return self._plan
-
-    def _settle(self) -> None:
-        """Moves sources and credits past the documents that were handed out; the plan is over."""
-        if self._settled:
-            return
-        moved, self._credits = self._plan.after(self._at)
-        for name, (num_documents, num_tokens) in moved.items():
-            if num_documents:
-                self._places[name].move(num_documents, num_tokens)
-        self._settled = True
-
-    def _credits_of(self, active: "list[_Place[T]]") -> list[int]:
-        return [self._credits[place.name] for place in active]
+        raise StopIteration
 
     def _reweigh(self, schedule: Schedule) -> None:
         """Takes the weights that the schedule has now.
@@ -240,17 +188,21 @@ class Mixer(Node[T]):
         _, self._until = schedule.weights(schedule.now)
         weights = self._scheduled(schedule.now)
         if weights != self.weights:
-            self._settle()
-            if self._until != schedule.now + 1:
+            if self._until == schedule.now + 1:
+                self._keep_credits()
+            else:
                 self._credits = {}
+            self._active, self._shares, self._now = [], [], []  # also for a state that is taken after an error
             self.weights, self._prepared = weights, False
-            self._active, self._shares = [], []
-            self._lay_down([], [], ())  # also for a state that is taken after an error
 
     def _scheduled(self, number: int) -> dict[str, int]:
         assert self.schedule is not None
         given, _ = self.schedule.weights(number)
         return integer_weights({**dict.fromkeys(self.schedule.names, 0.0), **given}, self.sources)
+
+    def _keep_credits(self) -> None:
+        names = [place.name for place in self._active]
+        self._credits = {**self._credits, **dict(zip(names, self._now, strict=True))}
 
     def _with_new_names(self, state: State) -> State:
         now = {old: new for new, old in self.renamed.items()}
@@ -278,104 +230,47 @@ class Mixer(Node[T]):
         shares = self._share()
         self._active = [self._places[name] for name, _ in shares]
         self._shares = [share for _, share in shares]
+        self._now = [self._credits[name] for name, _ in shares]
+        self._due = self._now.index(max(self._now)) if shares else 0
         if self.schedule is not None and self._ended:
             self.schedule.note_ended(self._ended, dict(shares))
 
 
-class _Part(NamedTuple):
-    """Items that were drawn together from a source, and its snapshots before and after them."""
-
-    items: Sequence[Any]
-    before: Snapshot
-    end: Snapshot
-
-    def after(self, count: int) -> tuple[Snapshot, int]:
-        """Gives a snapshot, and how many items to pass over from there."""
-        if count == len(self.items):
-            return self.end, 0
-        if isinstance(self.items, Documents) and self.items.after is not None:
-            return self.items.after(count), 0
-        return self.before, count
-
-
-class _Stand(NamedTuple):
-    """What a state needs to know of a source."""
-
-    name: str
-    tokens: int
-    documents: int
-    parts: tuple[_Part, ...]
-    at: int
-    known: Snapshot
-    skip: int
-
-    def after(self, count: int) -> tuple[Snapshot, int]:
-        """Gives a snapshot, and how many items to pass over from there, so many items further on."""
-        left = self.at + count
-        for part in self.parts:
-            if left <= len(part.items):
-                return part.after(left)
-            left -= len(part.items)
-        return self.known, self.skip
-
-
-class _Plan(NamedTuple, Generic[T]):
-    """What comes next, and what was known when that was decided; nothing in it changes."""
-
-    seed: Seed
-    credits: dict[str, int]
-    ended: tuple[str, ...]
-    weights: dict[str, int]
-    parked: dict[str, dict[str, Any]]
-    active: tuple[str, ...]
-    shares: Sequence[int]
-    stands: Sequence[_Stand]
-    order: Sequence[int]
-    lengths: Sequence[int]
-    items: Sequence[T]
-
-    def after(self, count: int) -> tuple[dict[str, tuple[int, int]], dict[str, int]]:
-        """Gives documents and tokens that some items are of each source, and the credits after them."""
-        documents, tokens = [0] * len(self.active), [0] * len(self.active)
-        for source, length in zip(self.order[:count], self.lengths, strict=False):
-            documents[source] += 1
-            tokens[source] += length
-        total = sum(tokens)
-        credits = self.credits.copy()
-        for name, share, own in zip(self.active, self.shares, tokens, strict=True):
-            credits[name] += share * total - own * ONE
-        return dict(zip(self.active, zip(documents, tokens, strict=True), strict=True)), credits
-
-
-def _state(plan: _Plan[Any], count: int) -> State:
-    moved, credits = plan.after(count)
-    tokens, documents, sources = (
-        plan.parked[key].copy() for key in (Mixer.TOKENS_KEY, Mixer.DOCUMENTS_KEY, Mixer.SOURCES_KEY)
-    )
-    for stand in plan.stands:
-        name = stand.name
-        num_documents, num_tokens = moved.get(name, (0, 0))
-        documents[name], tokens[name] = stand.documents + num_documents, stand.tokens + num_tokens
-        (function, arguments), skip = stand.after(num_documents)
+def _state(
+    seed: Seed,
+    credits: tuple[dict[str, int], list[str], list[int]],
+    ended: tuple[str, ...],
+    weights: dict[str, int],
+    parked: dict[str, dict[str, Any]],
+    places: list[tuple[str, int, int, Snapshot, int]],
+) -> State:
+    latest, active, now = credits
+    credit, tokens, documents = latest.copy(), parked[Mixer.TOKENS_KEY].copy(), parked[Mixer.DOCUMENTS_KEY].copy()
+    credit.update(zip(active, now, strict=True))
+    sources = parked[Mixer.SOURCES_KEY].copy()
+    for name, num_tokens, num_documents, (function, arguments), skip in places:
+        tokens[name], documents[name] = num_tokens, num_documents
         sources[name] = function(*arguments), skip
     return {
-        Mixer.SEED_KEY: plan.seed,
-        Mixer.CREDITS_KEY: credits,
+        Mixer.SEED_KEY: seed,
+        Mixer.CREDITS_KEY: credit,
         Mixer.TOKENS_KEY: tokens,
         Mixer.DOCUMENTS_KEY: documents,
-        Mixer.ENDED_KEY: list(plan.ended),
-        Mixer.WEIGHTS_KEY: plan.weights.copy(),
+        Mixer.ENDED_KEY: list(ended),
+        Mixer.WEIGHTS_KEY: weights.copy(),
         Mixer.SOURCES_KEY: sources,
     }
 
 
-class _Place(Generic[T]):
+class _Place(Ahead[T]):
     """A source, with documents that were drawn before they are due.
 
     Attributes:
-        dtype: that of the tokens of all documents that are known, or None.
-        stand: what a state needs to know, or None if it has changed since.
+        tokens, documents: how many were handed out in all.
+        limit: tokens after which the source has ended, or None.
     """
+
+    __slots__ = ("documents", "limit", "name", "tokens")
 
     def __init__(
         self,
@@ -386,93 +281,14 @@ class _Place(Generic[T]):
         documents: int | None,
         state: tuple[Any, int] | None,
     ) -> None:
-        self.name, self.tokens, self.documents = name, tokens or 0, documents or 0
-        self.stand: _Stand | None = None
-        self.dtype: np.dtype[Any] | None = None
-        self._at = 0
-        self._source, self._limit = source, limit
-        self._state: Any
-        self._state, self._skip = (None, 0) if state is None else state
-        self._known: Snapshot = as_snapshot(self._state)
-        self._started = False
-        self._parts: list[_Part] = []
-        self._rows: list[Any] = []
-
-    def start(self) -> None:
-        """Resets the source, once; after an error it may be called again."""
-        if not self._started:
-            self._source.reset(self._state)
-            self._known, self._started, self.stand = snapshot(self._source), True, None
-
-    def fill(self) -> None:
-        """Sees to it that there is a document, or raises StopIteration."""
-        if self._limit is not None and self.tokens >= self._limit:
-            raise StopIteration
-        if self._at >= len(self._rows):
-            self._parts, self._rows, self._at, self.stand = [], [], 0, None
-            self._more()
-
-    def rest(self) -> Iterator[Any]:
-        """Gives the documents that are known and were not handed out, up to the limit."""
-        rows = islice(self._rows, self._at, None)
-        return rows if self._limit is None else _up_to(rows, self._limit - self.tokens)
-
-    def move(self, num_documents: int, num_tokens: int) -> None:
-        """Takes note that documents were handed out."""
-        self._at += num_documents
-        self.documents += num_documents
-        self.tokens += num_tokens
-        self.stand = None
+        super().__init__(source, state)
+        self.name, self.limit = name, limit
+        self.tokens, self.documents = tokens or 0, documents or 0
 
     def probe(self) -> tuple[int, ...]:
-        """Gives the lengths of the next documents, which stay to be drawn."""
+        """Gives the lengths of the first documents, which stay to be drawn."""
         with contextlib.suppress(StopIteration):
-            self.fill()
-            while len(self._rows) < self._at + NUM_PROBES:
-                self._more()
-        return tuple([row[0] for row in self._rows[self._at : self._at + NUM_PROBES]])
-
-    def take_stand(self) -> _Stand:
-        """Takes what a state needs to know."""
-        parts = tuple(self._parts)
-        self.stand = _Stand(self.name, self.tokens, self.documents, parts, self._at, self._known, self._skip)
-        return self.stand
-
-    def _more(self) -> None:
-        """Draws more documents; an error or the end comes before the first of them."""
-        while True:
-            items = draw(self._source, CHUNK_TOKENS)
-            part = _Part(items, self._known, snapshot(self._source))
-            self._known, self.stand = part.end, None
-            if self._skip < len(items):
-                break
-            self._skip -= len(items)
-        dtype = items.dtype if isinstance(items, Documents) else None
-        self.dtype = dtype if not self._parts or self.dtype == dtype else None
-        self._parts.append(part)
-        self._rows += _rows_of(items)
-        self._at, self._skip, self.stand = self._at + self._skip, 0, None
-
-
-def _rows_of(items: Sequence[Any]) -> Iterator[Any]:
-    """Gives (length, tokens, place, epoch, last token) of each document, or (length, item)."""
-    if isinstance(items, Documents):
-        return zip(items.lengths, items.tokens, items.places, items.epochs, items.lasts, strict=True)
-    return ((len(item.tokens), item) for item in items)
-
-
-def _columns(drawn: list[Any], dtypes: "set[np.dtype[Any] | None]") -> tuple[Sequence[int], Sequence[Any]]:
-    """Makes columns of such rows."""
-    if all(len(row) > 2 for row in drawn):
-        lengths, tokens, places, epochs, lasts = zip(*drawn, strict=True)
-        return lengths, Documents(tokens, lengths, places, epochs, lasts, dtypes.pop() if len(dtypes) == 1 else None)
-    return [row[0] for row in drawn], [row[1] if len(row) == 2 else document(*row[1:4]) for row in drawn]
-
-
-def _up_to(rows: Iterable[Any], num_tokens: int) -> Iterator[Any]:
-    """Gives rows as long as those before have fewer tokens."""
-    for row in rows:
-        if num_tokens <= 0:
-            return
-        num_tokens -= row[0]
-        yield row
+            self.fill(CHUNK_TOKENS)
+            while len(self.items) < NUM_PROBES:
+                self.more(CHUNK_TOKENS)
+        return tuple(len(item.tokens) for item in islice(self.items, NUM_PROBES))  # type: ignore[attr-defined]

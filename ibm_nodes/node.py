@@ -41,7 +41,7 @@ class Node(BaseNode[T]):
         state: State = render(self.snapshot())
         return state
 
-    def draw(self, num_tokens: int, extra: int = 0) -> Sequence[T]:
+    def draw(self, num_tokens: int, extra: int = 0) -> list[T]:
         """Gives the next item, and those after it that are there without a wait, until they have ``num_tokens``.
 
         Args:
@@ -94,7 +94,7 @@ def as_snapshot(state: Any) -> Snapshot:
     return _same, (state,)
 
 
-def draw(node: BaseNode[T], num_tokens: int, extra: int = 0) -> Sequence[T]:
+def draw(node: BaseNode[T], num_tokens: int, extra: int = 0) -> list[T]:
     """Draws from any node that was reset, as `Node.draw` does."""
     if isinstance(node, Node) and node._draws_many:
         return node.draw(num_tokens, extra)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
-import numpy as np
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.best_fit import BestFit, Taken
@@ -12,7 +11,7 @@ from ibm_nodes.items import Document, Sample, freeze, thaw
 from ibm_nodes.node import Node, Snapshot, draw, render, snapshot
 from ibm_nodes.schedule import Schedule
 from ibm_nodes.state import State, check_keys, check_settings
-from ibm_nodes.tail import Run, Tail, Waiting, runs_in, runs_of
+from ibm_nodes.tail import Run, Tail, Waiting, joined, runs_in, runs_of
 
 Strategy = Literal["concat", "pad", "best_fit"]
 Overflow = Literal["split", "truncate", "drop"]
@@ -211,7 +210,7 @@ def _state(
         **settings,
         Packer.COUNTS_KEY: counts,
         Packer.TAIL_KEY: [
-            freeze(Sample(np.concatenate(pieces), (0,), (place,))) for pieces, _, place in (*runs, *runs_of(waiting))
+            freeze(Sample(joined(pieces), (0,), (place,))) for pieces, _, place in (*runs, *runs_of(waiting))
         ],
         Packer.OPEN_KEY: [
             freeze(Sample(array[:length].copy(), starts, places)) for array, length, starts, places in samples

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from itertools import repeat
 from typing import Any, Literal
 
 import pyarrow.compute as pc
@@ -11,7 +10,7 @@ import pyarrow.compute as pc
 from ibm_nodes import formats
 from ibm_nodes.blocks import Block, Blocks, Cursor, HeldOut
 from ibm_nodes.changes import check_on_change, settle
-from ibm_nodes.items import ORIGIN_KEYS, Document, Documents, Row
+from ibm_nodes.items import ORIGIN_KEYS, Document, Row
 from ibm_nodes.listing import Listing, current_session
 from ibm_nodes.node import Node, Snapshot
 from ibm_nodes.permutation import Seed, check_seed
@@ -193,7 +192,7 @@ class Reader(Node[Any]):
         item: Document | Row = self.draw(1, extra=1)[0]
         return item
 
-    def draw(self, num_tokens: int, extra: int = 0) -> Sequence[Any]:
+    def draw(self, num_tokens: int, extra: int = 0) -> list[Any]:
         block = self._block
         while block is None or self._row >= block.num_rows:
             if block is not None:
@@ -201,30 +200,20 @@ class Reader(Node[Any]):
             block = self._load()
         first = last = self._row
         begins, ends = block.begins, block.ends
-        stop = self._ask_at if first < self._ask_at else block.num_rows
-        while num_tokens > 0 and last < stop:
+        while num_tokens > 0 and last < block.num_rows:
             num_tokens -= ends[last] - begins[last] + extra
             last += 1
         self._row = last
         if first <= self._ask_at < last:
             self._ask()
         values, url, name, epoch = block.lists.values, block.url, self.name, self._at.epoch
-        begins, ends, rows = begins[first:last], ends[first:last], block.rows[first:last]
+        rows = zip(begins[first:last], ends[first:last], block.rows[first:last], strict=True)
         if self.columns is not None:
-            places = ((url, row, name, epoch) for row in rows)
-            each = zip(values[begins], places, strict=True)
+            places = ((url, row, name, epoch) for _, _, row in rows)
+            each = zip(values[begins[first:last]], places, strict=True)
             return [{**row, **dict(zip(ORIGIN_KEYS, place, strict=True))} for row, place in each]
-        return Documents(
-            [values[begin:end] for begin, end in zip(begins, ends, strict=True)],
-            [end - begin for begin, end in zip(begins, ends, strict=True)],
-            list(zip(repeat(name), repeat(url), rows, repeat(0))),  # repeat has no end
-            [epoch] * len(rows),
-            block.lasts[first:last],
-            values.dtype if values.flags.c_contiguous else None,
-            partial(
-                _after, (self._settings, self._at), (self._documents, self._skipped), self._quarantine, block, first
-            ),
-        )
+        new = tuple.__new__  # in C, where a named tuple's own is in Python
+        return [new(Document, (values[begin:end], url, row, name, epoch)) for begin, end, row in rows]
 
     def snapshot(self) -> Snapshot:
         block = self._block
@@ -328,22 +317,20 @@ class Reader(Node[Any]):
         self._at, self._row, self._block = following, 0, None
 
 
-def _after(
-    place: tuple[dict[str, Any], Cursor],
-    counts: tuple[int, int],
-    quarantine: Quarantine,
-    block: Block,
-    row: int,
-    count: int,
-) -> Snapshot:
-    """Gives the snapshot after some more rows of a block."""
-    passes = block.passes + block.share * (row + count) / block.num_rows
-    return _state, (*place, (row + count, *counts, passes), quarantine)
-
-
-def _state(settings: dict[str, Any], at: Cursor, counters: tuple[float, ...], quarantine: Quarantine) -> State:
+def _state(
+    settings: dict[str, Any], at: Cursor, counters: tuple[int, int, int, float], quarantine: Quarantine
+) -> State:
+    epoch, whole, file, block = at
+    row, documents, skipped, passes = counters
     return {
-        Reader.SETTINGS_KEY: settings.copy(),
-        Reader.QUARANTINED_KEY: quarantine.state(),
-        **dict(zip(Reader.COUNTER_KEYS, (*at, *counters), strict=True)),
+        Reader.SETTINGS_KEY: settings.copy() if settings["listing"] is None else settings,  # else they do not change
+        Reader.QUARANTINED_KEY: quarantine.state() if quarantine.places else [],
+        "epoch": epoch,
+        "whole": whole,
+        "file": file,
+        "block": block,
+        "row": row,
+        "documents": documents,
+        "skipped": skipped,
+        "passes": passes,
     }

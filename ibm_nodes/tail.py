@@ -2,12 +2,10 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
-from typing import Any
 
 import numpy as np
 
-from ibm_nodes.items import Document, Documents, Place, Sample
+from ibm_nodes.items import Document, Place, Sample
 
 Run = tuple[Sequence[np.ndarray], int, Place]
 """The tokens of a document, or of a part of one, in arrays end to end; their number; and the place of the first."""
@@ -40,29 +38,14 @@ class Tail:
         self._starts: list[int] = []
         self._places: list[Place] = []
         self._marks = eos_id, _one_token(eos_id), _one_token(~eos_id)
-        # That of all pieces, if they have one: they are then joined as bytes, in half of the time. And the EOS in it.
-        self._dtype: np.dtype[Any] | None = None
-        self._typed: np.ndarray | None = None
         self._opening = (None, None) if bos_id is None else (bos_id, _one_token(bos_id))
         self._pad_id = pad_id
         self._limit = sys.maxsize if limit is None else limit
         self._truncate = truncate
         self._counts = counts
-        # Whether nothing but an EOS may have to be added.
-        self._is_plain = bos_id is None and pad_id is None and limit is None
 
-    def add(self, documents: Sequence[Document]) -> None:
+    def add(self, documents: Iterable[Document]) -> None:
         """Adds documents; those without a token leave no trace."""
-        if isinstance(documents, Documents) and self._is_plain:
-            lasts, eos_id = documents.lasts, self._marks[0]
-            num_closed = lasts.count(eos_id)
-            if num_closed in (0, len(lasts)) and min(lasts) >= 0:
-                self._add_columns(documents, bool(num_closed))
-                return
-        self._add_any(documents)
-
-    def _add_any(self, documents: Iterable[Document]) -> None:
-        self._dtype = None
         pieces, starts, places, end = self._pieces, self._starts, self._places, self.length
         (bos_id, bos), (eos_id, eos, masked_eos) = self._opening, self._marks
         limit, before = self._limit, len(starts)
@@ -93,38 +76,8 @@ class Tail:
         self._counts["documents"] += len(starts) - before
         self.length = end
 
-    def _add_columns(self, documents: Documents, are_closed: bool) -> None:
-        """Adds documents of which all, or none, end with EOS."""
-        pieces, starts = self._pieces, self._starts
-        eos = self._eos_for(documents.dtype if not pieces or documents.dtype == self._dtype else None)
-        if are_closed:
-            pieces += documents.tokens
-            starts += accumulate(documents.lengths, initial=self.length)
-        else:
-            marked = [eos] * (2 * len(documents))
-            marked[::2] = documents.tokens
-            pieces += marked
-            starts += accumulate([length + 1 for length in documents.lengths], initial=self.length)
-        self.length = starts.pop()
-        self._places += documents.places
-        self._counts["documents"] += len(documents)
-
-    def _eos_for(self, dtype: "np.dtype[Any] | None") -> np.ndarray:
-        """Gives the EOS in the type of all pieces, if they have one and it fits; notes whether it does."""
-        eos_id, eos, _ = self._marks
-        if dtype is not None and eos.dtype != dtype:
-            if eos_id <= np.iinfo(dtype).max:
-                if self._typed is None or self._typed.dtype != dtype:
-                    self._typed = np.array([eos_id], dtype)
-                eos = self._typed
-            else:
-                dtype = None
-        self._dtype = dtype
-        return eos
-
     def put(self, runs: Iterable[Run]) -> None:
         """Adds runs as they are; one that goes on where the one before it ends becomes part of it."""
-        self._dtype = None
         previous: Place | None = None
         size = 0
         for pieces, length, place in runs:
@@ -144,13 +97,7 @@ class Tail:
         memory.
         """
         pieces, starts, places, length = self._pieces, self._starts, self._places, self.length
-        if len(pieces) == 1 and places[0][3] > 0:
-            tokens = pieces[0]
-        elif self._dtype is None:
-            tokens = np.concatenate(pieces)
-        else:
-            tokens = np.frombuffer(bytearray().join(pieces), self._dtype)  # type: ignore[arg-type]  # arrays are buffers
-        self._dtype = tokens.dtype
+        tokens = pieces[0] if len(pieces) == 1 and places[0][3] > 0 else joined(pieces)
         if length <= size:
             self._pieces, self._starts, self._places, self.length = [], [], [], 0
             return Sample(tokens, tuple(starts), tuple(places))
@@ -209,6 +156,8 @@ class Tail:
 def runs_of(waiting: tuple[Sequence[np.ndarray], Sequence[int], Sequence[Place], int]) -> list[Run]:
     """Gives what waits, one document at a time."""
     pieces, starts, places, length = waiting
+    if len(pieces) == 1:
+        return [(pieces, length, places[0])]
     runs, first, last = [], 0, 0
     for start, end, place in zip(starts, [*starts, length][1:], places, strict=True):
         size = end - start - len(pieces[last])
@@ -237,6 +186,15 @@ def _without_padding(documents: Iterable[Document], pad_id: int) -> Iterator[Doc
             yield document._replace(tokens=tokens[: kept[-1] + 1 if len(kept) else 0])
         else:
             yield document
+
+
+def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Copies arrays end to end; as bytes where they are of one type, in half of the time."""
+    if len(pieces) == 1:
+        return pieces[0].copy()
+    if len({tokens.dtype for tokens in pieces}) == 1 and all(tokens.flags.c_contiguous for tokens in pieces):
+        return np.frombuffer(bytearray().join(pieces), pieces[0].dtype)  # type: ignore[arg-type]  # arrays are buffers
+    return np.concatenate(pieces)
 
 
 def _one_token(token: int) -> np.ndarray:

@@ -9,7 +9,6 @@ from sources import Items, stored
 from torchdata.nodes import BaseNode
 
 from ibm_nodes import Document, Mixer
-from ibm_nodes.node import Node
 
 WEIGHTS = [
     {"a": 0.5, "b": 0.5},
@@ -26,11 +25,8 @@ NUM_SHARDS = 240
 DOCUMENTS_PER_SAMPLE = 6
 
 
-class Lengths(Node):
-    """Documents of the given lengths, round and round; their tokens are never made, as only their number counts.
-
-    It gives 1 to 7 at a time.
-    """
+class Lengths(BaseNode):
+    """Documents of the given lengths, round and round; their tokens are never made, as only their number counts."""
 
     def __init__(self, name, lengths, start=0):
         super().__init__()
@@ -44,9 +40,6 @@ class Lengths(Node):
         length = self.lengths[(self.start + self.position) % len(self.lengths)]
         self.position += 1
         return Document(range(length), row=self.position - 1, name=self.name)
-
-    def draw(self, num_tokens, extra=0):
-        return [self.next() for _ in range(1 + self.position % 7)]
 
     def get_state(self):
         return self.position

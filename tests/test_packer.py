@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from sources import Items, documents, same, stored, stored_bytes
 
 from ibm_nodes import Document, Packer, Sample
-from ibm_nodes.items import Documents
-from ibm_nodes.node import Node
 
 SEQ_LEN = 8
 EOS, BOS = 9, 8
@@ -310,58 +308,9 @@ def test_refuses_a_state_with_other_keys():
             build([]).reset(wrong)
 
 
-class Columns(Node):
-    """A source that gives several documents at once, in columns."""
-
-    def __init__(self, batches):
-        super().__init__()
-        self.batches = batches
-
-    def reset(self, initial_state=None):
-        super().reset(initial_state)
-        self.position = 0 if initial_state is None else initial_state["position"]
-
-    def draw(self, num_tokens, extra=0):
-        if self.position == len(self.batches):
-            raise StopIteration
-        self.position += 1
-        rows = self.batches[self.position - 1]
-        tokens, lengths = [row.tokens for row in rows], [len(row.tokens) for row in rows]
-        places = [(row.name, row.url, row.row, 0) for row in rows]
-        lasts = [int(row.tokens[-1]) for row in rows]
-        return Documents(tokens, lengths, places, [row.epoch for row in rows], lasts, tokens[0].dtype)
-
-    def get_state(self):
-        return {"position": self.position}
-
-
-ROWS = st.tuples(
-    st.sampled_from(["u2", "i4", "i8"]), st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1)
-)
-
-
-@given(st.lists(ROWS), st.sampled_from([EOS, 70_000]), st.booleans(), st.integers(1, 20))
-def test_documents_in_columns_are_packed_as_those_that_come_one_by_one(batches, eos_id, has_masks, seq_len):
-    """Of any type, some, all or none of which end with EOS, or with EOS or another token that is not to be learned."""
-    made, number = [], 0
-    for kind, rows in batches:
-        batch = []
-        for length, is_closed in rows:
-            tokens = np.arange(100 * number, 100 * number + length) % 60_000 + 10
-            number += 1
-            if is_closed and eos_id <= np.iinfo(kind).max:
-                tokens[-1] = eos_id
-            if has_masks and kind != "u2" and number % 3 == 0:
-                tokens = ~tokens
-            batch.append(Document(tokens.astype(kind), f"file-{number}", number, "data"))
-        made.append(batch)
-    options = {"seq_len": seq_len, "eos_id": eos_id}
-    one_by_one = Packer(Items([document for batch in made for document in batch]), **options)
-    in_columns = Packer(Columns(made), **options)
-    for sample in one_by_one:
-        other = next(in_columns)
-        assert other.tokens.tolist() == sample.tokens.tolist()
-        assert len({kind for kind, _ in batches}) > 1 or other.tokens.dtype == sample.tokens.dtype
-        assert (other.starts, other.documents) == (sample.starts, sample.documents)
-    assert next(in_columns, None) is None
-    assert in_columns.state_dict()["counts"] == one_by_one.state_dict()["counts"]
+def test_arrays_that_are_not_contiguous_are_packed_too():
+    for step in (2, -1):
+        docs = [
+            Document(np.arange(100 * row, 100 * row + 20, dtype=np.uint16)[::step], "f", row) for row in range(1, 6)
+        ]
+        check(docs)
