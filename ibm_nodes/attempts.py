@@ -66,10 +66,15 @@ class ShortRead(OSError):
 
 
 class Changed(OSError):
-    """An object is not what was listed any more."""
+    """An object is not what was listed any more.
 
-    def __init__(self, url: str) -> None:
-        super().__init__(f"{url} has changed since it was listed: the run's data would be mixed; list again")
+    Args:
+        url: the object.
+        sign: what says so, in words that go on with "has changed".
+    """
+
+    def __init__(self, url: str, sign: str = "") -> None:
+        super().__init__(f"{url}{sign} has changed since it was listed: the run's data would be mixed; list again")
 
 
 def delays() -> Iterator[float]:

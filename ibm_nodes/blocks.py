@@ -166,7 +166,10 @@ class Blocks:
                 partial(_open, listing, item, self._column, self._format, self._where),
             )
         except FAULTS as error:
-            return self._fault(error, listing, item, Place(item.key, 0, None, at, reason(error)))
+            fault = self._fault(error, listing, item, Place(item.key, 0, None, at, reason(error)))
+            if fault is None:
+                raise
+            return fault
 
     def _lists(
         self, listing: Listing, index: int, at: Cursor, file: formats.ShardFile, number: int
@@ -180,7 +183,10 @@ class Blocks:
             return listing.block(names, partial(self._read, file, number, item))
         except FAULTS as error:
             end = int(np.searchsorted(file.groups, file.groups[number], "right")) if file.splittable else None
-            return self._fault(error, listing, item, Place(item.key, number, end, at, reason(error)))
+            fault = self._fault(error, listing, item, Place(item.key, number, end, at, reason(error)))
+            if fault is None:
+                raise
+            return fault
 
     def _read(self, file: formats.ShardFile, number: int, item: Object) -> formats.Lists:
         try:
@@ -190,10 +196,10 @@ class Blocks:
             error.add_note(f"in block {number} of {item.url}")
             raise
 
-    def _fault(self, error: BaseException, listing: Listing, item: Object, place: Place) -> Fault:
-        """Gives what is to be recorded of an error; raises it if it is not the data's, or not to be recorded."""
+    def _fault(self, error: BaseException, listing: Listing, item: Object, place: Place) -> Fault | None:
+        """Gives what is to be recorded of an error, or None if it is not the data's, or not to be recorded."""
         if not self._tolerant or not is_of_data(error):
-            raise error
+            return None
         if is_gone(error):
             place = place._replace(first=0, end=None)
         return Fault(place, item.url, listing, error.with_traceback(None))  # which would keep the data of its frames

@@ -189,6 +189,8 @@ def _fill(
     spent: "deque[Snapshot | None]",
 ) -> None:
     stop_waiting_when(stopped.is_set)
+    # Snapshots whose states were not made yet.
+    fresh: deque[Snapshot] = deque(maxlen=room.qsize() + 1)
     while not stopped.is_set():
         result = _draw(source)
         spent.clear()
@@ -198,6 +200,10 @@ def _fill(
             except RuntimeError as error:
                 logger.warning("batches are not pinned any more, which slows copies to the GPU: %s", error)
                 pin = False
+        if result[1] is not None:
+            fresh.append(result[1])
+        if room.empty():
+            _make_states(fresh, stopped)
         while not stopped.is_set():
             with contextlib.suppress(queue.Empty):
                 room.get(timeout=POLL_SECONDS)
@@ -206,6 +212,13 @@ def _fill(
         if result[2] is not None:
             del result  # the error's traceback refers to this frame
             return
+
+
+def _make_states(fresh: "deque[Snapshot]", stopped: threading.Event) -> None:
+    """Makes states while there is nothing else to do: nodes keep parts of them, and who asks waits the less."""
+    while fresh and not stopped.is_set():
+        with contextlib.suppress(Exception):  # who asks for it is told
+            render(fresh.popleft())
 
 
 def _draw(source: BaseNode[Any]) -> _Result:

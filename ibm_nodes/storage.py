@@ -59,7 +59,7 @@ def read(item: Object, start: int, end: int, storage_options: Options = None) ->
         data: bytes = _retried(lambda: _call(fs, end - start, "cat_file", path, start=start, end=end), place)
         if len(data) != end - start:
             if _call(fs, 0, "info", path)["size"] != item.size:
-                raise Changed(item.url)
+                raise Changed(place, f": only {len(data)} bytes came; it")
             raise OSError(
                 f"{item.url} bytes {start} to {end}: only {len(data)} bytes came; has it changed since it was listed?"
             )

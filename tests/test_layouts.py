@@ -18,7 +18,7 @@ from ibm_nodes.formats import arrow, jsonl, mds, megatron, parquet, sequential
 every_layout = pytest.mark.parametrize("name", LAYOUTS)
 SIZES = (  # and the least that each is worth a try
     (arrow, "BLOCK_BYTES", 1),
-    (arrow, "PART_BYTES", 1),
+    (arrow, "PART_BYTES", 60),
     (parquet, "PART_BYTES", 1),
     (jsonl, "BLOCK_BYTES", 8),
     (jsonl, "LOOK_AHEAD_BYTES", 8),

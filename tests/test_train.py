@@ -159,7 +159,8 @@ def test_a_place_that_cannot_be_written_to_is_one_sentence_before_the_first_step
 
 def test_a_store_that_cannot_be_reached_is_one_sentence_without_its_secret(url):
     with pytest.raises(ConnectionError) as error:
-        _prove_writable("s3://nowhere/saves", {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "sesame"})
+        options = {"endpoint_url": "http://127.0.0.1:9", "key": "k", "secret": "sesame", "give_up_seconds": 1}
+        _prove_writable("s3://nowhere/saves", options)
     assert "127.0.0.1:9" in str(error.value) and "sesame" not in str(error.value)
 
 
