@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import re
 import threading
 import time
@@ -18,7 +19,7 @@ from ibm_nodes.settings import check_graph, derive_lineage, describe, difference
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.state import SHARDS_KEY, merge
 from ibm_nodes.stateful import Stateful
-from ibm_nodes.storage import Object, Options, delete, find, read, write
+from ibm_nodes.storage import Object, Options, Url, delete, find, read, write
 
 __all__ = ["Checkpoint", "Saved", "Stateful", "choose", "latest", "load", "save"]
 
@@ -77,7 +78,7 @@ _in_flight: "weakref.WeakKeyDictionary[Loader[Any], list[_Saving]]" = weakref.We
 
 
 def save(
-    loader: Loader[Any], url: str, *, step: int, keep: int | None = None, storage_options: Options = None
+    loader: Loader[Any], url: Url, *, step: int, keep: int | None = None, storage_options: Options = None
 ) -> "Future[None]":
     """Saves the loader's state after the last batch handed out, and returns at once.
 
@@ -116,7 +117,7 @@ def save(
     before = _in_flight.setdefault(loader, [])
     while before and (before[0].done() or len(before) == MAX_IN_FLIGHT):
         before.pop(0).result()
-    root = url.rstrip("/")
+    root = os.fspath(url).rstrip("/")
     target = f"{root}/step-{step:08}/{file_name(lineage, sharder.rank, sharder.world_size)}"
     future = _Saving(target)
     claimed = _listings_claimed.setdefault(loader, set())
@@ -143,14 +144,14 @@ def save(
     return future
 
 
-def latest(url: str, *, storage_options: Options = None) -> int | None:
+def latest(url: Url, *, storage_options: Options = None) -> int | None:
     """Gives the newest step of which every rank's file is there, or None."""
     return max((saved.step for saved in list_saved(url, storage_options) if not saved.missing), default=None)
 
 
 def load(
     loader: Loader[Any],
-    url: str,
+    url: Url,
     *,
     step: "int | Saved | None" = None,
     missing: Literal["error", "start"] = "error",
@@ -179,7 +180,7 @@ def load(
     if chosen is None:
         return None
     sharder = find_sharder(loader)
-    sharder.saved_listings = partial(saved_listings.read, url, storage_options=storage_options)
+    sharder.saved_listings = partial(saved_listings.read, os.fspath(url), storage_options=storage_options)
     stride = math.gcd(chosen.world_size, sharder.world_size)
     try:
         files = [chosen.files[rank] for rank in range(sharder.rank % stride, chosen.world_size, stride)]
@@ -203,7 +204,7 @@ def load(
 
 
 def choose(
-    url: str,
+    url: Url,
     *,
     step: int | None = None,
     missing: Literal["error", "start"] = "error",
@@ -246,10 +247,10 @@ def file_name(lineage: str, rank: int, world_size: int) -> str:
     return f"loader-{lineage}-{rank:05}-of-{world_size:05}.pt"
 
 
-def list_saved(url: str, storage_options: Options = None) -> list[Saved]:
+def list_saved(url: Url, storage_options: Options = None) -> list[Saved]:
     """Lists what is saved under a URL, by step; incomplete attempts too."""
     found: dict[tuple[int, str, int], dict[int, Object]] = {}
-    for item in find(url, storage_options):
+    for item in find(os.fspath(url), storage_options):
         if match := NAME.fullmatch(item.key):
             step, lineage, rank, world_size = match.groups()
             found.setdefault((int(step), lineage, int(world_size)), {})[int(rank)] = item

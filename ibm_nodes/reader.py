@@ -1,5 +1,6 @@
 """Reader: the documents of one logical shard of one dataset."""
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -17,7 +18,7 @@ from ibm_nodes.permutation import Seed, check_seed
 from ibm_nodes.quarantine import Quarantine, check_policy
 from ibm_nodes.read_ahead import Task, read_ahead
 from ibm_nodes.state import State, check_keys, check_settings
-from ibm_nodes.storage import Options
+from ibm_nodes.storage import Options, Url
 
 FIRST_READ_BYTES = 1 << 20
 MAX_DEPTH = 8
@@ -82,7 +83,7 @@ class Reader(Node[Any]):
 
     def __init__(
         self,
-        url: str,
+        url: Url,
         *,
         name: str | None = None,
         shard: int,
@@ -124,8 +125,8 @@ class Reader(Node[Any]):
         check_policy(on_error, max_errors)
         self.condition = formats.Where(where) if where is not None else None
         self.where = self.condition and str(self.condition)
-        self.url = url
-        self.name = url.rstrip("/").rsplit("/", 1)[-1] if name is None else name
+        self.url = os.fspath(url)
+        self.name = self.url.rstrip("/").rsplit("/", 1)[-1] if name is None else name
         self.shard = shard
         self.num_shards = num_shards
         self.seed = check_seed(seed)

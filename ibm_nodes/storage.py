@@ -19,6 +19,8 @@ from ibm_nodes.read_ahead import POLL_SECONDS, check_stopped, counters
 
 T = TypeVar("T")
 Options = Mapping[str, Any] | None
+Url = str | os.PathLike[str]
+"""What users may give for a URL: a path, too."""
 
 NUM_TRIES = 4
 """Attempts at stores other than S3, whose clients have retries of their own."""

@@ -9,7 +9,18 @@ import corpora
 import pytest
 import torch
 
-from ibm_nodes import Batcher, CausalLMCollator, Loader, Packer, Prefetcher, Reader, Sharder, Shuffler, checkpoint
+from ibm_nodes import (
+    Batcher,
+    CausalLMCollator,
+    Loader,
+    Packer,
+    Prefetcher,
+    Reader,
+    Sharder,
+    Shuffler,
+    checkpoint,
+    list_dataset,
+)
 from ibm_nodes.checkpoint import Stateful, latest, list_saved, load, save
 from ibm_nodes.state import merge
 
@@ -301,3 +312,25 @@ def test_the_state_of_the_beginning_has_the_lineage_of_the_beginning(url, tmp_pa
         save(loader, target, step=step).result(30)
     assert len(set(lineages(target))) == 1
     close([first, used, through_dcp])
+
+
+def test_places_may_be_given_as_paths_and_in_the_home_folder(url, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    rows = corpora.documents([3, 40, 90] * 10)
+    corpora.write(f"file://{tmp_path}/data/web/", [corpora.every(rows, 7)], "parquet")
+    expected = corpora.read(f"file://{tmp_path}/data/web/").values()
+    for place in (tmp_path / "data" / "web", str(tmp_path / "data/web/"), "~/data/web", pathlib.Path("~/data/web")):
+        found = [document.tokens.tolist() for document in Reader(place, shard=0, num_shards=1, epochs=1)]
+        assert sorted(found) == sorted(expected)
+        assert Reader(place, shard=0, num_shards=1).name == "web"
+        assert len(list_dataset(place).objects) == 1
+    for number, target in enumerate((tmp_path / "saves", pathlib.Path("~/more"))):
+        group = loaders(url, 2)
+        steps(group, 1)
+        save_all(group, target, number)
+        close(group)
+        assert latest(target) == number
+        (loader,) = loaders(url, 1)
+        assert load(loader, target).step == number
+        close([loader])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "more", "saves"]

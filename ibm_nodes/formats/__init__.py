@@ -4,6 +4,7 @@ A format is what opens an object and gives a ``ShardFile``; docs/formats.md has 
 Blocks depend on the file alone, never on memory or on who reads, since the order of documents is built from them.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from ibm_nodes.formats.parquet import ParquetFile
 from ibm_nodes.formats.tar import open_tar
 from ibm_nodes.formats.where import Where
 from ibm_nodes.listing import Listing, StoredObject, load_listing
-from ibm_nodes.storage import Options
+from ibm_nodes.storage import Options, Url
 
 
 class ShardFile(Protocol):
@@ -152,7 +153,7 @@ def open_file(file: StoredObject, format: Format, column: Columns, where: Where 
 
 
 def list_dataset(
-    url: str, *, format: Format = None, listing: str | None = None, storage_options: Options = None
+    url: Url, *, format: Format = None, listing: str | None = None, storage_options: Options = None
 ) -> Listing:
     """Lists the data files under a prefix, for ``Reader(listing=...)`` and for a look at what is there.
 
@@ -168,7 +169,7 @@ def list_dataset(
         ValueError: if the listing is damaged, or something else.
         PermissionError, ConnectionError, OSError: as the store says.
     """
-    return load_listing(url, storage_options, suffixes(format), listing)
+    return load_listing(os.fspath(url), storage_options, suffixes(format), listing)
 
 
 __all__: Sequence[str] = [
