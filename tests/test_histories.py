@@ -25,7 +25,6 @@ from ibm_nodes import (
     Sharder,
     Shuffler,
     checkpoint,
-    reader,
 )
 from ibm_nodes.checkpoint import file_name, latest, list_saved, load, save
 from ibm_nodes.read_ahead import counters
@@ -417,7 +416,9 @@ def test_loading_at_step_a_million_takes_the_requests_and_bytes_of_step_ten(tmp_
         return original(item, start, end, storage_options)
 
     monkeypatch.setattr(checkpoint, "read", watched)
-    monkeypatch.setattr(reader, "MAX_DEPTH", 1)  # more blocks ahead where one came late would depend on the time
+    monkeypatch.setattr(
+        "ibm_nodes.reader.MAX_DEPTH", 1
+    )  # more blocks ahead where one came late would depend on the time
     for number in (10, 1_000_000):
         target = f"file://{tmp_path}/run{number}"
         group = group_of(root, 4, prefetch=0)

@@ -18,6 +18,7 @@ from fault_proxy import Fault, FaultProxy
 from sources import Items, documents, numbers, same, stored
 
 from ibm_nodes import Batcher, Packer, Prefetcher, Reader, Sharder, Shuffler, prefetcher
+from ibm_nodes.node import Node
 from ibm_nodes.recipes import object_store
 
 FACTORS = [1, 4, 16]
@@ -552,3 +553,45 @@ def test_a_program_ends_at_once_with_its_own_exit_code_and_its_own_words(ends, h
         assert lines[-1] == LAST_LINES[how]
         assert complaints.count("Traceback") == 1
         assert "ignored" not in complaints
+
+
+class Costly(Node):
+    """Its state takes long to make, but once; parts are kept, as a Sharder keeps those of its logical shards."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def reset(self, initial_state=None):
+        super().reset(initial_state)
+        self.position = 0 if initial_state is None else initial_state["position"]
+
+    def next(self):
+        self.position += 1
+        return self.position
+
+    def snapshot(self):
+        return self._make, (self.position,)
+
+    def _make(self, position):
+        self.made.append((position, threading.current_thread().name))
+        if position == 3:
+            raise OSError("no state")
+        return {"position": position}
+
+
+def test_states_are_made_while_the_thread_has_nothing_else_to_do_and_an_error_is_told_to_who_asks():
+    source = Costly()
+    with contextlib.closing(Prefetcher(source, prefetch_factor=2)) as node:
+        assert next(node) == 1
+        deadline = time.monotonic() + 10
+        while len(source.made) < 3:  # of the two that wait, and of the one that has no room yet
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert {name for _, name in source.made} == {"ibm_nodes-prefetch"}
+        assert node.state_dict() == {"position": 1}
+        assert [next(node), next(node)] == [2, 3]
+        with pytest.raises(OSError, match="no state"):
+            node.state_dict()
+        assert next(node) == 4
+        assert node.state_dict() == {"position": 4}
