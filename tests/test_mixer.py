@@ -208,12 +208,12 @@ def mixes(lengths, weights, names=tuple(RARE)):
     ]
 
 
-def check_batches(nodes, weights, lengths, num_batches, *, settled=0):
+def check_batches(nodes, weights, lengths, num_batches):
     typical = sum(weight * mean(lengths[name]) for name, weight in weights.items())
     seq_len = round(DOCUMENTS_PER_SAMPLE * typical)
     limits = deviations(weights, lengths, seq_len * NUM_SHARDS)
     for number, shares in enumerate(shares_of_batches(nodes, seq_len, num_batches)):
-        for name, weight in weights.items() if number >= settled else ():
+        for name, weight in weights.items():
             share = shares.get(name, 0)
             assert abs(share - weight) <= 4 * limits[name], f"batch {number}: {share} of {name}, not {weight}"
 
@@ -237,15 +237,14 @@ def test_a_dataset_that_is_added_has_its_share_of_every_global_batch_at_once(kin
 
 
 @pytest.mark.parametrize("weights", [(0.4, 0.3, 0.3), (0.05, 0.94, 0.01), (0.985, 0.005, 0.01)], ids=str)
-def test_weights_that_change_hold_in_every_global_batch_after_two(weights):
-    """Not in the first two: credits are kept, so that in each logical shard a dataset may lag by two documents."""
+def test_weights_that_change_hold_in_every_global_batch_at_once(weights):
     lengths = lengths_by_dataset("lognormal")
     weights = dict(zip(RARE, weights, strict=True))
     before, after = mixes(lengths, RARE), mixes(lengths, weights)
     for shard, (old, new) in enumerate(zip(before, after, strict=True)):
         list(itertools.islice(old, 100 + shard % 7))
         new.reset(old.state_dict())
-    check_batches(after, weights, lengths, 100, settled=2)
+    check_batches(after, weights, lengths, 100)
 
 
 # Determinism.
