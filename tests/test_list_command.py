@@ -128,6 +128,7 @@ def test_formats_choose_from_a_file_as_they_do_from_a_store(tmp_path):
         gzip.compress(HEAD % 2 + b'["a", 1]\n'),
         gzip.compress(HEAD % 1 + b'["a", -1]\n'),
     ],
+    ids=["nothing", "nonsense", "nothing inside", "a list", "another format", "newer", "cut off", "a negative size"],
 )
 def test_what_is_no_listing_is_an_error_that_names_it(tmp_path, data):
     (tmp_path / "the.listing").write_bytes(data)
