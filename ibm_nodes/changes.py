@@ -52,7 +52,7 @@ def settle(
 
 
 def _refusal(name: str, expected: str, then: Listing | None, now: Listing, keep: bool) -> str:
-    changed = f"dataset {name!r} was saved with {expected} under {now.url}, now there is {now}"
+    changed = f"dataset {name!r} was saved with {expected} under {now.url}, now there are {now}"
     if keep:
         return f'{changed}, and on_change="keep" needs the listing of then: {_differences(then, now)}'
     return (

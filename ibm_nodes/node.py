@@ -10,7 +10,10 @@ from ibm_nodes.state import State
 T = TypeVar("T")
 
 Snapshot = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function and its arguments, none of which changes any more: what it returns is the state."""
+"""A function and its arguments, none of which changes any more: what it returns is the state.
+
+(But for what a reader learns late and what holds for its earlier states, too: the listing, and places with bad data.)
+"""
 
 
 class Node(BaseNode[T]):

@@ -5,6 +5,7 @@ repeat or a wrong place is visible.
 """
 
 import io
+import json
 import random
 from collections.abc import Sequence
 
@@ -118,3 +119,17 @@ def write_mix(url: str, storage_options=None, *, seed=0, stride=20_000) -> dict[
                 f"{prefixes[name]}{number:03}.{form}", FORMATS[form](tables(every(part, 13))), storage_options
             )
     return prefixes
+
+
+def stream(tables):
+    """Tables of one schema, as bytes of an Arrow stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+def lines(tables):
+    """The rows of tables, as bytes of JSON lines."""
+    return b"".join(json.dumps(row).encode() + b"\n" for table in tables for row in table.to_pylist())

@@ -351,7 +351,7 @@ def test_the_index_of_a_megatron_file_is_part_of_the_listing(tmp_path):
     next(reader)
     state = reader.state_dict()
     put(url, layouts.megatron([[[1], [2], [3]]]))
-    with pytest.raises(ValueError, match="was saved with 1 files of .* now there is 1 files of "):
+    with pytest.raises(ValueError, match="was saved with 1 files of .* now there are 1 files of "):
         reader = Reader(url, shard=0, num_shards=1)
         reader.reset(state)
         next(reader)

@@ -345,7 +345,7 @@ class TestWithoutASavedListing:
         node.reset(state)
         with pytest.raises(ValueError) as caught:
             next(node)
-        assert "5 files of " in str(caught.value) and "now there is 6 files" in str(caught.value)
+        assert "5 files of " in str(caught.value) and "now there are 6 files" in str(caught.value)
         assert "only the digests of listings are in a state" in str(caught.value)
         assert f"ibm-nodes list {url} --out FILE" in str(caught.value)
 

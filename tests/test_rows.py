@@ -34,18 +34,6 @@ def records(count):
     ]
 
 
-def stream(batches):
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        for table in batches:
-            writer.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
-def lines(batches):
-    return b"".join(json.dumps(row).encode() + b"\n" for table in batches for row in table.to_pylist())
-
-
 def tar(batches):
     """Samples of members of every kind, and null text left out of KEY.txt and in KEY.json."""
     sink = io.BytesIO()
@@ -69,10 +57,10 @@ def tar(batches):
 FORMATS = {
     "parquet": corpora.parquet,
     "arrow": corpora.arrow,
-    "arrows": stream,
-    "jsonl": lines,
+    "arrows": corpora.stream,
+    "jsonl": corpora.lines,
     "tar": tar,
-    "jsonl.gz": lambda batches: gzip.compress(lines(batches)),
+    "jsonl.gz": lambda batches: gzip.compress(corpora.lines(batches)),
 }
 
 

@@ -45,25 +45,13 @@ def tables(rows, sizes=SIZES):
     return [pa.Table.from_pylist(batch, SCHEMA) for batch in corpora.cut(rows, sizes)]
 
 
-def stream(batches):
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        for table in batches:
-            writer.write_table(table)
-    return sink.getvalue().to_pybytes()
-
-
-def lines(batches):
-    return b"".join(json.dumps(row).encode() + b"\n" for table in batches for row in table.to_pylist())
-
-
 FORMATS = {
     "parquet": corpora.parquet,
     "arrow": corpora.arrow,
     "feather": partial(corpora.arrow, compression="zstd"),
-    "arrows": stream,
-    "jsonl": lines,
-    "jsonl.gz": lambda batches: gzip.compress(lines(batches)),
+    "arrows": corpora.stream,
+    "jsonl": corpora.lines,
+    "jsonl.gz": lambda batches: gzip.compress(corpora.lines(batches)),
 }
 CONDITIONS = {
     "a comparison": (pc.field("score") > 0.4, lambda row: row["score"] is not None and row["score"] > 0.4),
