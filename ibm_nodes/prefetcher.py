@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.05
 JOIN_SECONDS = 2.0
 
 
@@ -137,6 +136,7 @@ class _Worker:
 
     def __init__(self, source: BaseNode[Any], size: int, pin: bool) -> None:
         # Of queue.SimpleQueue, which is made in C: a Queue's locks in Python take a tenth of the time of a small batch.
+        # Never asked with a timeout: one that passes at the wrong moment makes CPython 3.11's wait for ever.
         self._results: queue.SimpleQueue[_Result] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(size):
@@ -145,7 +145,7 @@ class _Worker:
         # Snapshots that are over. The thread that took them frees them, so that it and the consumer do not contend.
         self.spent: deque[Snapshot | None] = deque()
         self._thread = threading.Thread(
-            target=_fill,
+            target=_work,
             args=(source, self._results, self._room, self._stopped, pin, self.spent),
             name="ibm_nodes-prefetch",
             daemon=True,
@@ -153,31 +153,36 @@ class _Worker:
         self._thread.start()
 
     def get(self) -> "_Result":
-        while True:
-            try:
-                result = self._results.get(timeout=1.0)
-            except queue.Empty:
-                if not self._thread.is_alive() and self._results.empty():
-                    raise RuntimeError("the prefetching thread has died without a word") from None
-            else:
-                self._room.put(None)
-                return result
+        if self._results.empty() and not self._thread.is_alive() and self._results.empty():
+            raise RuntimeError(
+                "the prefetching thread is gone, so that no item will come: in a forked process, build another loader"
+            )
+        result = self._results.get()
+        self._room.put(None)
+        return result
 
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     def wait(self) -> None:
         """Waits for the thread, which is told to stop, to leave the source."""
-        while self._thread.is_alive():
-            self._thread.join(POLL_SECONDS)
+        self._thread.join()
 
     def stop(self) -> None:
         self._stopped.set()
+        self._room.put(None)  # wakes it where it waits for room
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
 
 
 _Result = tuple[Any, Snapshot | None, BaseException | None]
+
+
+def _work(source: BaseNode[Any], results: "queue.SimpleQueue[_Result]", *more: Any) -> None:
+    try:
+        _fill(source, results, *more)
+    except BaseException as error:  # the consumer would wait for ever
+        results.put((None, None, error))
 
 
 def _fill(
@@ -204,11 +209,8 @@ def _fill(
             fresh.append(result[1])
         if room.empty():
             _make_states(fresh, stopped)
-        while not stopped.is_set():
-            with contextlib.suppress(queue.Empty):
-                room.get(timeout=POLL_SECONDS)
-                results.put(result)
-                break
+        room.get()
+        results.put(result)
         if result[2] is not None:
             del result  # the error's traceback refers to this frame
             return

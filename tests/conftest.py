@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ibm_nodes import cli, prefetcher, read_ahead
+from ibm_nodes import cli, read_ahead
 from ibm_nodes.recipes import object_store
 
 GRACE_S = 3.0
@@ -68,7 +68,6 @@ def threads_end_soon() -> Iterator[None]:
     """Lets idle threads end soon: every test waits for them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read_ahead, "IDLE_SECONDS", 0.02)
-        patch.setattr(prefetcher, "POLL_SECONDS", 0.002)
         yield
 
 

@@ -430,11 +430,11 @@ def test_loading_at_step_a_million_takes_the_requests_and_bytes_of_step_ten(tmp_
         close(group)
         loader = build(root, 1, 2, prefetch=0)
         read.clear()
-        before = counters.requests, counters.bytes
+        before = settled()
         assert load(loader, target)[:2] == (number, number * batch)
         files = [size for _, size in read]
         next(iter(loader))
-        costs[number] = (len(files), sum(files), settled(before))
+        costs[number] = (len(files), sum(files), np.subtract(settled(), before).tolist())
         loader.close()
     (files, size, (requests, total)), late = costs[10], costs[1_000_000]
     assert files == late[0] == 2
@@ -459,10 +459,8 @@ def advanced(state, number, batch):
     return {**state, "position": number * batch, "shards": shards}
 
 
-def settled(before):
-    """Requests and bytes since, once no read is on its way."""
-    while True:
-        now = counters.requests - before[0], counters.bytes - before[1]
-        time.sleep(0.3)
-        if (counters.requests - before[0], counters.bytes - before[1]) == now:
-            return now
+def settled():
+    """Requests and bytes so far, once no read is on its way: the pool's threads end when they are idle."""
+    while any(thread.name.startswith("ibm_nodes-read") for thread in threading.enumerate()):
+        time.sleep(0.01)
+    return counters.requests, counters.bytes

@@ -2,6 +2,8 @@ import contextlib
 import gc
 import itertools
 import json
+import os
+import queue
 import signal
 import subprocess
 import sys
@@ -279,6 +281,56 @@ def test_ends_its_thread_while_its_queue_is_full(how):
     ENDS[how](nodes)
     assert time.monotonic() - began < 1
     no_thread_within(2)
+
+
+def test_no_wait_has_a_limit_since_one_that_passes_at_the_wrong_moment_never_ends(monkeypatch):
+    """SimpleQueue.get in CPython 3.11 waits for ever if its timeout passes before it begins to wait."""
+
+    class Strict(queue.SimpleQueue):
+        def get(self, block=True, timeout=None):
+            assert timeout is None
+            return super().get(block)
+
+    monkeypatch.setattr(queue, "SimpleQueue", Strict)
+    node = build(100)
+    assert next(node) == 0
+    run_ahead()
+    node.close()
+    no_thread_within(2)
+    assert list(node) == list(range(1, 100))
+    no_thread_within(2)
+
+
+def test_a_thread_that_fails_outside_of_its_source_is_an_error_not_a_dead_thread(monkeypatch):
+    node = build(100)
+    monkeypatch.setattr(prefetcher, "_draw", lambda source: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        next(node)
+    monkeypatch.undo()
+    assert list(node) == list(range(100))
+    no_thread_within(2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks a process that has threads")
+def test_a_node_that_was_started_is_an_error_in_a_forked_process_not_a_wait_for_ever():
+    node = build(100)
+    assert next(node) == 0
+    child = os.fork()
+    if not child:
+        try:
+            list(node)
+        except RuntimeError as error:
+            os._exit(0 if "in a forked process, build another loader" in str(error) else 2)
+        finally:
+            os._exit(1)
+    deadline = time.monotonic() + 10
+    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if found == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert found == (child, 0)
+    node.close()
 
 
 @pytest.fixture(scope="module")
