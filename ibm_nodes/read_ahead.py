@@ -1,11 +1,12 @@
 """The process's one pool of reading threads, and the budget of what they may read before it is asked for."""
 
 import atexit
+import contextlib
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -212,4 +213,14 @@ def read_ahead(function: Callable[[], T], size: int) -> Task[T] | None:
 
     The bytes count until the task is dropped.
     """
-    return _pool.submit(function, size)
+    return None if getattr(_local, "idle", False) else _pool.submit(function, size)
+
+
+@contextlib.contextmanager
+def nothing_ahead() -> Iterator[None]:
+    """Lets the calling thread queue no read: for a graph that is put somewhere, but not read from."""
+    _local.idle = True
+    try:
+        yield
+    finally:
+        _local.idle = False

@@ -11,6 +11,7 @@ from ibm_nodes.batcher import Batcher
 from ibm_nodes.listing import ListingSession, listings_in
 from ibm_nodes.loader import Loader
 from ibm_nodes.prefetcher import Prefetcher
+from ibm_nodes.read_ahead import nothing_ahead
 from ibm_nodes.sharder import Sharder
 from ibm_nodes.state import SHARDS_KEY
 
@@ -140,5 +141,5 @@ def check_graph(sharder: Sharder[Any], state: dict[str, Any]) -> None:
     if state[Sharder.NUM_SHARDS_KEY] == sharder.num_shards:
         own = state[SHARDS_KEY].get(sharder.rank)
         if own is not None and own[2] is not None:
-            with ListingSession(sharder.saved_listings, listings_in(state[SHARDS_KEY])):
+            with nothing_ahead(), ListingSession(sharder.saved_listings, listings_in(state[SHARDS_KEY])):
                 sharder.graph(sharder.rank, sharder.num_shards).reset(own[2])

@@ -443,6 +443,18 @@ def test_loading_at_step_a_million_takes_the_requests_and_bytes_of_step_ten(tmp_
     assert abs(late[2][1] - total) < 0.02 * total
 
 
+def test_a_load_reads_nothing_of_the_data(data, tmp_path):
+    group = group_of(data, 2, prefetch=0)
+    step(group, 0)
+    save_all(group, f"file://{tmp_path}/run", 1)
+    close(group)
+    loader = build(data, 0, 1, prefetch=0)
+    before = settled()
+    load(loader, f"file://{tmp_path}/run")
+    assert settled()[0] - before[0] == 2  # the two ranks' files
+    loader.close()
+
+
 def advanced(state, number, batch):
     """The state of a run that has come to a step, as far as counters and passes say so."""
     shards = {}
