@@ -3,11 +3,12 @@
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 
 from ibm_nodes.items import Place, Sample
-from ibm_nodes.tail import Run, runs_in
+from ibm_nodes.runs import Run, Runs, joined, runs_in, split
 
 SERIAL_BITS = 40
 """Samples are sorted by the number (room << SERIAL_BITS) + serial number: the fullest first, of those the oldest."""
@@ -30,14 +31,14 @@ class BestFit:
             next document does not fit.
         counts: in which documents that are split are counted.
 
-    Attributes:
-        waiting: documents that are not packed yet.
-        length: their tokens.
     """
 
+    lacking = 1
+    """How many tokens are to be added for the next sample: as few as there are, since no document waits for others."""
+
     def __init__(self, *, seq_len: int, num_open: int, counts: dict[str, int]) -> None:
-        self.length = 0
-        self.waiting: deque[Run] = deque()
+        self._waiting: deque[Run] = deque()
+        self._begun = False  # whether the first of them is the rest of a document that was split
         self._seq_len = seq_len
         self._num_open = num_open
         self._counts = counts
@@ -58,22 +59,30 @@ class BestFit:
             insort(self._keys, key)
             self._open[key] = opened
 
-    def add(self, runs: Iterable[Run]) -> None:
+    @property
+    def num_whole(self) -> int:
+        """How many documents wait of which nothing was taken."""
+        return len(self._waiting) - self._begun
+
+    def add(self, runs: Runs) -> None:
         """Adds documents to those that wait."""
-        for run in runs:
-            self.waiting.append(run)
-            self.length += run[1]
+        self._waiting += zip(*runs, strict=True)
 
     def take(self) -> list[Run]:
         """Takes all that waits."""
-        runs = list(self.waiting)
-        self.waiting.clear()
-        self.length = 0
+        runs = list(self._waiting)
+        self._waiting.clear()
+        self._begun = False
         return runs
+
+    def drop(self, number: int) -> None:
+        """Takes off the last of the whole documents that wait."""
+        for _ in range(number):
+            self._waiting.pop()
 
     def next(self) -> Sample | None:
         """Packs what waits until a sample is done; None if nothing waits any more."""
-        waiting, keys, samples, seq_len = self.waiting, self._keys, self._open, self._seq_len
+        waiting, keys, samples, seq_len = self._waiting, self._keys, self._open, self._seq_len
         while waiting:
             pieces, length, place = waiting[0]
             if length >= seq_len and (self._num_open > 1 or not keys):
@@ -89,7 +98,7 @@ class BestFit:
                 return self.pop()
             opened.add(pieces, place)
             waiting.popleft()
-            self.length -= length
+            self._begun = False
             key -= needed
             if key < FULL:
                 return opened.sample()
@@ -103,14 +112,17 @@ class BestFit:
 
     def opened(self) -> list[Sample]:
         """Gives the open samples, the oldest first."""
-        return [Sample(array[:length], starts, places) for array, length, starts, places in self.snapshot()[1]]
+        return [Sample(array[:length], starts, places) for array, length, starts, places in self.snapshot(0)[1]]
 
-    def snapshot(self) -> tuple[tuple[Run, ...], tuple[Taken, ...]]:
-        """Gives what waits and the open samples, the oldest first; what is set in their arrays changes no more."""
-        if not self._keys and not self.waiting:
-            return (), ()
+    def snapshot(self, less: int) -> tuple[list[Run], tuple[Taken, ...]]:
+        """Gives what waits and the open samples, for a state; nothing of it changes any more.
+
+        Args:
+            less: how many of the last documents that wait are left out.
+        """
         by_age = sorted(self._keys, key=lambda key: key % FULL)
-        return tuple(self.waiting), tuple([self._open[key].snapshot() for key in by_age])
+        waiting = list(islice(self._waiting, len(self._waiting) - less))
+        return waiting, tuple([self._open[key].snapshot() for key in by_age])
 
     def _new(self) -> tuple["_Open", int]:
         self._serial += 1
@@ -118,15 +130,15 @@ class BestFit:
 
     def _split(self) -> Sample:
         """Takes a sample off a document that is as long or longer; the rest stays first."""
-        pieces, length, place = self.waiting.popleft()
-        size = self._seq_len
-        self.length -= size
-        tokens = pieces[0] if len(pieces) == 1 and place[3] > 0 else np.concatenate(pieces)
-        if length > size:
-            name, url, row, offset = place
-            self._counts["truncated"] += offset <= 0
-            self.waiting.appendleft(([tokens[size:]], length - size, (name, url, row, offset + size)))
-        return Sample(tokens[:size], (0,), (place,))
+        run = self._waiting.popleft()
+        self._begun = run[1] > self._seq_len
+        if self._begun:
+            self._counts["truncated"] += run[2][3] <= 0
+            run, rest = split(run, self._seq_len)
+            self._waiting.appendleft(rest)
+        pieces, _, place = run
+        tokens = pieces[0] if len(pieces) == 1 and place[3] > 0 else joined(pieces)
+        return Sample(tokens, (0,), (place,))
 
 
 class _Open:

@@ -29,9 +29,11 @@ class Block(NamedTuple):
     """The non-empty rows of a block that a shard owns, in the order in which they are handed out."""
 
     lists: formats.Lists
-    begins: list[int]
-    ends: list[int]
-    rows: list[int]
+    begins: np.ndarray
+    ends: np.ndarray
+    rows: np.ndarray
+    lengths: np.ndarray
+    mean_length: float
     url: str
     num_rows: int
     num_empty: int
@@ -143,9 +145,11 @@ class Blocks:
         order = order[lists.begins[order] < lists.ends[order]]
         return self._empty(at, num_files, len(blocks), listing)._replace(
             lists=lists,
-            begins=lists.begins[order].tolist(),
-            ends=lists.ends[order].tolist(),
-            rows=lists.rows[order].tolist(),
+            begins=(begins := lists.begins[order]),
+            ends=(ends := lists.ends[order]),
+            rows=lists.rows[order],
+            lengths=(lengths := ends - begins),
+            mean_length=max(1.0, float(lengths.mean())) if len(lengths) else 1.0,
             url=item.url,
             num_rows=len(order),
             num_empty=num_chosen - len(order),
@@ -238,9 +242,11 @@ class Blocks:
         none = np.empty(0, np.int64)
         return Block(
             lists=formats.Lists(none, none, none, none),
-            begins=[],
-            ends=[],
-            rows=[],
+            begins=none,
+            ends=none,
+            rows=none,
+            lengths=none,
+            mean_length=1.0,
             url="",
             num_rows=0,
             num_empty=0,

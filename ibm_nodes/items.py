@@ -1,7 +1,9 @@
 """What flows between nodes, and how a buffer of it becomes plain data for a state."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain, pairwise, repeat
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar, overload
 
 import numpy as np
 import torch
@@ -37,6 +39,70 @@ Place = tuple[str, str, int, int]
 document, of the first token of the run; an offset of -1 is a BOS that the packer put before it. (A plain tuple, so
 that a state can hold it as it is.)
 """
+
+
+class Documents(Sequence[Document]):
+    """Documents by columns: an object for each is made when it is asked for.
+
+    Args:
+        tokens: the tokens of each.
+        lengths: their numbers.
+        last: the last token of each, or an empty list where that is not known without a look at each.
+        places: where each comes from.
+        epochs: how many times its dataset was passed before.
+    """
+
+    __slots__ = ("epochs", "last", "lengths", "places", "tokens")
+
+    def __init__(
+        self,
+        tokens: Sequence[np.ndarray],
+        lengths: Sequence[int],
+        last: Sequence[int],
+        places: Sequence[Place],
+        epochs: Sequence[int],
+    ) -> None:
+        self.tokens, self.lengths, self.last, self.places, self.epochs = tokens, lengths, last, places, epochs
+
+    @classmethod
+    def of(cls, documents: Iterable[Document]) -> "Documents":
+        """Puts documents into columns."""
+        tokens, urls, rows, names, epochs = zip(*documents, strict=True)
+        lengths = [len(array) for array in tokens]
+        last = [array.item(-1) for array in tokens] if all(lengths) else ()
+        return cls(tokens, lengths, last, list(zip(names, urls, rows, repeat(0))), epochs)  # noqa: B905
+
+    @classmethod
+    def woven(cls, parts: "Sequence[Documents]", turns: Sequence[int]) -> "Documents":
+        """Puts the documents of several sequences into one order.
+
+        Args:
+            parts: the sequences.
+            turns: for each document the number of the sequence that it is the next of.
+        """
+        edges = [*accumulate(map(len, parts), initial=0)]
+        numbers = [iter(range(*edge)) for edge in pairwise(edges)]
+        order = list(map(next, map(numbers.__getitem__, turns)))
+        if len(order) < 2:
+            return next((part for part in parts if len(part)), parts[0])
+        choose = itemgetter(*order)
+        columns = ([*chain.from_iterable(getattr(part, name) for part in parts)] for name in cls._COLUMNS)
+        return cls(*(choose(column) for column in columns))
+
+    _COLUMNS = ("tokens", "lengths", "last", "places", "epochs")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @overload
+    def __getitem__(self, index: int) -> Document: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Document]: ...
+    def __getitem__(self, index: int | slice) -> Document | list[Document]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        name, url, row, _ = self.places[index]
+        return Document(self.tokens[index], url, row, name, self.epochs[index])
 
 
 class Sample(NamedTuple):

@@ -1,15 +1,17 @@
 """Mixer: draws from named sources so that their tokens follow weights."""
 
 import contextlib
-from collections.abc import Mapping
-from itertools import islice
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.ahead import Ahead
 from ibm_nodes.credits import ONE, imagine, integer_weights, scale
-from ibm_nodes.node import Node, Snapshot
+from ibm_nodes.items import Documents
+from ibm_nodes.node import Node, Snapshot, peeks, render
 from ibm_nodes.permutation import Seed, check_seed
 from ibm_nodes.schedule import Schedule
 from ibm_nodes.state import State, check_keys, check_settings
@@ -18,8 +20,8 @@ T = TypeVar("T")
 
 NUM_PROBES = 8
 """Documents whose lengths are looked at before the first draw from a source."""
-CHUNK_TOKENS = 1 << 13
-"""As many are drawn from a source at once."""
+CHUNK_TOKENS, DRAW_TOKENS = 1 << 12, 1 << 16
+"""As many are drawn from a source at once, and its share of as many, if that is more."""
 
 
 class Mixer(Node[T]):
@@ -110,6 +112,7 @@ class Mixer(Node[T]):
         self._shares: list[int] = []
         self._now: list[int] = []
         self._due = 0
+        self._drawn = _NONE
         self._prepared = False
         self._until: float = -1
         self._changes: object = None
@@ -118,35 +121,63 @@ class Mixer(Node[T]):
     def next(self) -> T:
         return self.draw(1, extra=1)[0]
 
-    def draw(self, num_tokens: int, extra: int = 0) -> list[T]:
-        schedule = self.schedule
-        if schedule is not None and (schedule.now >= self._until or schedule.changes is not self._changes):
-            self._reweigh(schedule)
+    def draw(self, num_tokens: int, extra: int = 0) -> Sequence[T]:
+        self._drawn = _NONE
+        if self.schedule is not None and self.is_stale:
+            self._reweigh(self.schedule)
         self._fill()
-        items: list[T] = []
-        active, shares, credits, due = self._active, self._shares, self._now, self._due
-        while num_tokens > 0 and active[due].items:
-            place = active[due]
-            if place.limit is not None and place.tokens >= place.limit:
-                break
-            item = place.items.popleft()
-            length = len(item.tokens)  # type: ignore[attr-defined]  # items of a mix have tokens
-            place.taken += 1
-            place.documents += 1
-            place.tokens += length
-            num_tokens -= length + extra
-            credits = [credit + share * length for credit, share in zip(credits, shares, strict=True)]
-            credits[due] -= length * ONE
-            due = credits.index(max(credits))
-            items.append(item)
-        self._now, self._due = credits, due
-        return items
+        active, shares, due = self._active, self._shares, self._due
+        queues = [place.lengths(share * num_tokens // ONE) for place, share in zip(active, shares, strict=True)]
+        following = [iter(queue).__next__ for queue in queues]
+        # Credits are those before the draw and the share of all tokens drawn, less what was drawn of the source itself.
+        before, drawn, total = self._now, list(self._now), 0
+        dues: list[int] = []
+        lengths: list[int] = []
+        with contextlib.suppress(StopIteration):  # no more of the source that is due is there without a wait
+            while num_tokens > 0:
+                length = following[due]()
+                dues.append(due)
+                lengths.append(length)
+                num_tokens -= length + extra
+                drawn[due] -= length * ONE
+                total += length
+                best, number = -math.inf, 0
+                for share in shares:  # plain, since this is done for each document
+                    credit = drawn[number] + share * total
+                    if credit > best:
+                        best, due = credit, number
+                    number += 1
+        self._now = [credit + share * total for credit, share in zip(drawn, shares, strict=True)]
+        self._due, self._drawn = due, (before, shares, dues, lengths)
+        counts = [dues.count(number) for number in range(len(active))]
+        taken = [
+            place.hand_out(count, sum(queue[:count])) for place, count, queue in zip(active, counts, queues, strict=True)
+        ]
+        parts = [part for part in taken if isinstance(part, Documents)]
+        if len(parts) == len(taken):
+            return Documents.woven(parts, dues)  # type: ignore[return-value]  # T is Document
+        return list(map(next, map([iter(part) for part in taken].__getitem__, dues)))
+
+    def undo(self, count: int) -> None:
+        before, shares, dues, lengths = self._drawn
+        first = len(dues) - count
+        for number, place in enumerate(self._active):
+            place.undo(*_counted(self._drawn, number, first))
+        self._now, self._due = _credits(self._drawn, first), dues[first]
+        self._drawn = before, shares, dues[:first], lengths[:first]
+
+    @property
+    def is_stale(self) -> bool:
+        schedule = self.schedule
+        return schedule is not None and (schedule.now >= self._until or schedule.changes is not self._changes)
 
     def snapshot(self) -> Snapshot:
         active = [place.name for place in self._active]
-        places = [(place.name, place.tokens, place.documents, *place.snapshot()) for place in self._places.values()]
+        places = [
+            (place.name, place.tokens, place.documents, place.taken_state()) for place in self._places.values()
+        ]
         credits = self._credits, active, self._now
-        return _state, (self.seed, credits, tuple(self._ended), self.weights, self._parked, places)
+        return _state, (self.seed, credits, tuple(self._ended), self.weights, self._parked, places, self._drawn)
 
     def _start(self) -> None:
         """Resets the sources; called again by the first draw, in case that one of them failed."""
@@ -168,8 +199,8 @@ class Mixer(Node[T]):
         while self._active:
             due = self._active[self._due]
             try:
-                if due.limit is None or due.tokens < due.limit:
-                    due.fill(CHUNK_TOKENS)
+                if not due.is_over:
+                    due.fill(max(CHUNK_TOKENS, self._shares[self._due] * DRAW_TOKENS // ONE))
                     return
             except StopIteration:
                 pass
@@ -236,21 +267,47 @@ class Mixer(Node[T]):
             self.schedule.note_ended(self._ended, dict(shares))
 
 
+_Drawn = tuple[list[int], list[int], list[int], list[int]]
+"""The credits before a draw and the shares, by number of the source; the number and the length of each item."""
+_NONE: _Drawn = ([], [], [], [])
+_NO_DOCUMENTS = Documents((), (), (), (), ())
+
+
+def _counted(drawn: _Drawn, number: int, first: int) -> tuple[int, int]:
+    """Gives how many documents and tokens were drawn of a source, from an item on."""
+    _, _, dues, lengths = drawn
+    chosen = [length for due, length in zip(dues[first:], lengths[first:], strict=True) if due == number]
+    return len(chosen), sum(chosen)
+
+
+def _credits(drawn: _Drawn, end: int) -> list[int]:
+    """Gives the credits before an item."""
+    before, shares, dues, lengths = drawn
+    credits, total = list(before), sum(lengths[:end])
+    for due, length in zip(dues[:end], lengths[:end], strict=True):
+        credits[due] -= length * ONE
+    return [credit + share * total for credit, share in zip(credits, shares, strict=True)]
+
+
 def _state(
     seed: Seed,
     credits: tuple[dict[str, int], list[str], list[int]],
     ended: tuple[str, ...],
     weights: dict[str, int],
     parked: dict[str, dict[str, Any]],
-    places: list[tuple[str, int, int, Snapshot, int]],
+    places: list[tuple[str, int, int, Snapshot]],
+    drawn: _Drawn,
+    back: int = 0,
 ) -> State:
     latest, active, now = credits
     credit, tokens, documents = latest.copy(), parked[Mixer.TOKENS_KEY].copy(), parked[Mixer.DOCUMENTS_KEY].copy()
-    credit.update(zip(active, now, strict=True))
+    first = len(drawn[2]) - back
+    credit.update(zip(active, _credits(drawn, first) if back else now, strict=True))
     sources = parked[Mixer.SOURCES_KEY].copy()
-    for name, num_tokens, num_documents, (function, arguments), skip in places:
-        tokens[name], documents[name] = num_tokens, num_documents
-        sources[name] = function(*arguments), skip
+    for name, num_tokens, num_documents, taken in places:
+        undone, of_tokens = _counted(drawn, active.index(name), first) if back and name in active else (0, 0)
+        tokens[name], documents[name] = num_tokens - of_tokens, num_documents - undone
+        sources[name] = render(taken, undone)
     return {
         Mixer.SEED_KEY: seed,
         Mixer.CREDITS_KEY: credit,
@@ -263,14 +320,14 @@ def _state(
 
 
 class _Place(Ahead[T]):
-    """A source, with documents that were drawn before they are due.
+    """A source of a mix. One that can be peeked at is drawn from when a document is due; others before that.
 
     Attributes:
         tokens, documents: how many were handed out in all.
         limit: tokens after which the source has ended, or None.
     """
 
-    __slots__ = ("documents", "limit", "name", "tokens")
+    __slots__ = ("_given", "_peeks", "documents", "limit", "name", "tokens")
 
     def __init__(
         self,
@@ -284,11 +341,80 @@ class _Place(Ahead[T]):
         super().__init__(source, state)
         self.name, self.limit = name, limit
         self.tokens, self.documents = tokens or 0, documents or 0
+        self._peeks = peeks(source)
+        self._given: list[T] | None = None  # what was handed out last, if it was drawn before
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has handed out as many tokens as it may."""
+        return self.limit is not None and self.tokens >= self.limit
 
     def probe(self) -> tuple[int, ...]:
         """Gives the lengths of the first documents, which stay to be drawn."""
         with contextlib.suppress(StopIteration):
             self.fill(CHUNK_TOKENS)
-            while len(self.items) < NUM_PROBES:
+            if not self.items and len(self.lengths(CHUNK_TOKENS)) < NUM_PROBES:
+                super().fill(CHUNK_TOKENS)
+            while self.items and len(self.items) < NUM_PROBES:
                 self.more(CHUNK_TOKENS)
-        return tuple(len(item.tokens) for item in islice(self.items, NUM_PROBES))  # type: ignore[attr-defined]
+        return tuple(self.lengths(CHUNK_TOKENS)[:NUM_PROBES])
+
+    def fill(self, num_tokens: int, extra: int = 0) -> None:
+        if not self._peeks or self._skip:
+            super().fill(num_tokens, extra)
+        elif not self.items:
+            self._source.peek(1, wait=True)  # type: ignore[attr-defined]  # a Node
+
+    def lengths(self, num_tokens: int) -> list[int]:
+        """Gives the lengths of documents that are there without a wait, and may be drawn."""
+        found: list[int] = []
+        if self.items:
+            found = [len(item.tokens) for item in self.items]  # type: ignore[attr-defined]  # those of a mix have tokens
+        elif self._peeks and self._started and not self._skip:
+            found = self._source.peek(num_tokens + CHUNK_TOKENS)  # type: ignore[attr-defined]  # a Node
+        if self.limit is not None:
+            left = self.limit - self.tokens
+            found = [length for length, begin in zip(found, accumulate(found, initial=0)) if begin < left]  # noqa: B905
+        return found
+
+    def hand_out(self, count: int, num_tokens: int) -> Sequence[T]:
+        """Gives the next documents."""
+        self.documents += count
+        self.tokens += num_tokens
+        self._given = None
+        if not count:
+            return _NO_DOCUMENTS  # type: ignore[return-value]  # of any class
+        if not self.items:
+            given: Sequence[T] = self._source.take(count)  # type: ignore[attr-defined]  # a Node
+            return given
+        self._given = [self.items.popleft() for _ in range(count)]
+        self.taken += count
+        return self._given
+
+    def undo(self, count: int, num_tokens: int) -> None:
+        """Takes back documents that were handed out last."""
+        if not count:
+            return
+        self.documents -= count
+        self.tokens -= num_tokens
+        if self._given is None:
+            self._source.undo(count)  # type: ignore[attr-defined]  # a Node
+        else:
+            self.items.extendleft(reversed(self._given[-count:]))
+            self.taken -= count
+            del self._given[-count:]
+
+    def taken_state(self) -> Snapshot:
+        """Takes its state: the source's, and how many documents of those after that were handed out."""
+        if self._given is None:
+            return _place, self.snapshot()
+        assert self._before is not None
+        return _place_ahead, (*self.snapshot(), self._before, self.taken)
+
+
+def _place(source: Snapshot, skip: int, back: int = 0) -> tuple[State, int]:
+    return render(source, back), skip
+
+
+def _place_ahead(source: Snapshot, skip: int, before: Snapshot, taken: int, back: int = 0) -> tuple[State, int]:
+    return (render(before), taken - back) if back else (render(source), skip)

@@ -24,6 +24,7 @@ class Node(BaseNode[T]):
     """
 
     _takes_snapshots = _draws_many = True
+    _undoes = _peeks = False
 
     began_again = False
     """Whether the last reset began the data again, as they had changed, in place of going on from the state."""
@@ -35,6 +36,8 @@ class Node(BaseNode[T]):
             cls._takes_snapshots = "snapshot" in own
         if "draw" in own or "next" in own:
             cls._draws_many = "draw" in own
+        if own.keys() & {"snapshot", "get_state", "draw", "next", "undo", "peek", "take"}:
+            cls._undoes, cls._peeks = "undo" in own, "peek" in own
 
     def snapshot(self) -> Snapshot:
         """Takes the state that the node has now; nothing in it refers to a node."""
@@ -44,7 +47,7 @@ class Node(BaseNode[T]):
         state: State = render(self.snapshot())
         return state
 
-    def draw(self, num_tokens: int, extra: int = 0) -> list[T]:
+    def draw(self, num_tokens: int, extra: int = 0) -> Sequence[T]:
         """Gives the next item, and those after it that are there without a wait, until they have ``num_tokens``.
 
         Args:
@@ -55,6 +58,32 @@ class Node(BaseNode[T]):
             StopIteration: there is no item. This and any error come in place of the first item, so that none is lost.
         """
         return [next(self)]
+
+    def undo(self, count: int) -> None:
+        """Takes back the last items of the last draw; the next draw begins with them.
+
+        A class that has this gives snapshots whose function takes an argument ``back``, too: how many of the last items
+        of the last draw are not to be part of the state.
+        """
+        raise NotImplementedError(type(self))
+
+    def peek(self, num_tokens: int, wait: bool = False) -> list[int]:
+        """Gives how many tokens the next items have, as far as they are there; about ``num_tokens`` together.
+
+        Args:
+            num_tokens: how many are wanted.
+            wait: for the first of them, or StopIteration.
+        """
+        raise NotImplementedError(type(self))
+
+    def take(self, count: int) -> Sequence[T]:
+        """Gives the next items, which were peeked at: a draw of so many."""
+        raise NotImplementedError(type(self))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a draw may give other items by now than those that it has given."""
+        return False
 
     @property
     def wants_back(self) -> bool:
@@ -79,10 +108,26 @@ def snapshot(node: BaseNode[Any]) -> Snapshot:
     return as_snapshot(node.state_dict())
 
 
-def render(taken: Snapshot) -> Any:
-    """Gives the state that was taken, in any thread and at any time."""
+def undoes(node: BaseNode[Any]) -> bool:
+    """Tells whether a node can take back what it has drawn."""
+    return isinstance(node, Node) and node._undoes
+
+
+def peeks(node: BaseNode[Any]) -> bool:
+    """Tells whether one can peek at what a node has next, and it can undo that."""
+    return isinstance(node, Node) and node._peeks and node._undoes
+
+
+def render(taken: Snapshot, back: int = 0) -> Any:
+    """Gives the state that was taken, in any thread and at any time.
+
+    Args:
+        taken: the snapshot.
+        back: how many of the last items of the last draw are not to be part of it; above 0 only for a node that can
+            undo so many.
+    """
     function, arguments = taken
-    return function(*arguments)
+    return function(*arguments, back=back) if back else function(*arguments)
 
 
 def began_again(node: Any) -> bool:
@@ -97,7 +142,7 @@ def as_snapshot(state: Any) -> Snapshot:
     return _same, (state,)
 
 
-def draw(node: BaseNode[T], num_tokens: int, extra: int = 0) -> list[T]:
+def draw(node: BaseNode[T], num_tokens: int, extra: int = 0) -> Sequence[T]:
     """Draws from any node that was reset, as `Node.draw` does."""
     if isinstance(node, Node) and node._draws_many:
         return node.draw(num_tokens, extra)

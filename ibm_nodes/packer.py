@@ -1,17 +1,19 @@
 """Packer: documents to samples of a fixed number of tokens."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.best_fit import BestFit, Taken
+from ibm_nodes.concat import CUT_TOKENS, Concat
 from ibm_nodes.items import Document, Sample, freeze, thaw
-from ibm_nodes.node import Node, Snapshot, draw, render, snapshot
+from ibm_nodes.marks import Marks
+from ibm_nodes.node import Node, Snapshot, draw, render, snapshot, undoes
+from ibm_nodes.runs import Run, columns, joined, mended, runs_in
 from ibm_nodes.schedule import Schedule
 from ibm_nodes.state import State, check_keys, check_settings
-from ibm_nodes.tail import Run, Tail, Waiting, joined, runs_in, runs_of
 
 Strategy = Literal["concat", "pad", "best_fit"]
 Overflow = Literal["split", "truncate", "drop"]
@@ -108,25 +110,40 @@ class Packer(Node[Sample]):
         # The length that samples have, and the one that they are to have up to a sample of the global stream.
         self._length: int = state[self.SEQ_LEN_KEY]
         self._goal, self._until = self.seq_len, -1 if self.schedule else math.inf
+        # Whether a draw may go ahead. What it has brought and was not packed is no part of the state: the source gives the
+        # state before it, and takes it back when it would give something else by now.
+        self._ahead = self.overflow == "split" and undoes(self.source)
         self._begin()
         opened, waiting = ([thaw(sample) for sample in state[key]] for key in (self.OPEN_KEY, self.TAIL_KEY))
-        self._fit.restore(opened)
-        self._put(run for sample in waiting for run in runs_in(sample))
+        self._packing.restore(opened)
+        self._packing.add(columns(mended((run for sample in waiting for run in runs_in(sample)), self._counts)))
         self.source.reset(state[self.SOURCE_KEY])
 
     def next(self) -> Sample:
         if self.wants_back:
             self.take_back(())
-        sample = self._concat() if self.strategy == "concat" else self._whole()
-        counts, length = self._counts, len(sample.tokens)
+        elif self._numbers and self.source.is_stale:  # type: ignore[attr-defined]  # a Node, if it can undo
+            self._undo()
+        packing, counts = self._packing, self._counts
+        while (sample := packing.next()) is None:
+            if not self._draw():
+                if len(packing) <= self.drop_last:
+                    raise StopIteration
+                sample = packing.pop()
+                break
+        length = len(sample.tokens)
         counts["tokens"] += length
         if length < self._length:
             counts["padding"] += self._length - length
         return sample
 
     def snapshot(self) -> Snapshot:
-        waiting, opened = self._tail.snapshot(), self._fit.snapshot()
-        return _state, (self._length, self._settings, self._counts.copy(), waiting, opened, snapshot(self.source))
+        if self._below is None:
+            self._below = snapshot(self.source)
+        unused, back = self._unused()
+        counts = self._counts.copy()
+        counts["documents"] -= unused
+        return _state, (self._length, self._settings, counts, *self._packing.snapshot(unused), self._below, back)
 
     @property
     def wants_back(self) -> bool:
@@ -138,17 +155,18 @@ class Packer(Node[Sample]):
     def take_back(self, items: Sequence[Sample]) -> None:
         if not self.wants_back:
             return
+        self._undo()
         self._counts["tokens"] -= sum(len(sample.tokens) for sample in items)
         self._counts["padding"] -= sum(self._length - len(sample.tokens) for sample in items)
-        kept = [run for sample in (*items, *self._fit.opened()) for run in runs_in(sample)]
-        kept += [*self._fit.take(), *self._tail.take()]
+        kept = [run for sample in (*items, *self._packing.opened()) for run in runs_in(sample)]
+        kept += self._packing.take()
         self._length = self._goal
         self._begin()
-        self._put(kept)
+        self._packing.add(columns(mended(kept, self._counts)))
 
     def _begin(self) -> None:
         """Begins with nothing packed, in samples of the length that they have."""
-        self._tail = Tail(
+        self._marks = Marks(
             eos_id=self.eos_id,
             bos_id=self.bos_id,
             pad_id=self.pad_id,
@@ -156,64 +174,69 @@ class Packer(Node[Sample]):
             truncate=self.overflow == "truncate",
             counts=self._counts,
         )
-        num_open = 1 if self.strategy == "pad" else self.num_open
-        self._fit = BestFit(seq_len=self._length, num_open=num_open, counts=self._counts)
+        self._packing: Concat | BestFit
+        if self.strategy == "concat":
+            self._packing = Concat(seq_len=self._length, counts=self._counts)
+        else:
+            num_open = 1 if self.strategy == "pad" else self.num_open
+            self._packing = BestFit(seq_len=self._length, num_open=num_open, counts=self._counts)
+        # Of the last draw: how many documents it brought, and for each that has tokens how many there are up to it.
+        self._num_drawn, self._numbers = 0, _NONE
+        self._below: Snapshot | None = None
 
-    def _concat(self) -> Sample:
-        tail, seq_len = self._tail, self._length
-        while tail.length < seq_len:
-            if not self._draw(seq_len - tail.length):
-                break
-        if tail.length < (seq_len if self.drop_last else 1):
-            raise StopIteration
-        return tail.cut(seq_len)
-
-    def _whole(self) -> Sample:
-        fit, seq_len = self._fit, self._length
-        more = True
-        while more:
-            # How many documents are drawn before a sample depends on the documents alone, not on how many come at once.
-            while fit.length < seq_len and (more := self._draw(seq_len - fit.length)):
-                fit.add(self._tail.take())
-            if (sample := fit.next()) is not None:
-                return sample
-        if len(fit) <= self.drop_last:
-            raise StopIteration
-        return fit.pop()
-
-    def _draw(self, num_tokens: int) -> bool:
-        """Adds documents to the tail; says whether there were any."""
+    def _draw(self) -> bool:
+        """Adds documents to those that wait; says whether there were any."""
+        self._num_drawn, self._numbers, self._below = 0, _NONE, None
+        num_tokens = self._packing.lacking
+        if self._ahead:
+            num_tokens = max(num_tokens, CUT_TOKENS)
         try:
             documents = draw(self.source, num_tokens, extra=1 if self.bos_id is None else 2)
         except StopIteration:
             return False
-        self._tail.add(documents)
+        runs, numbers = self._marks.runs(documents)
+        self._packing.add(runs)
+        if self._ahead:
+            self._num_drawn, self._numbers = len(documents), numbers
         return True
 
-    def _put(self, runs: Iterable[Run]) -> None:
-        self._tail.put(runs)
-        if self.strategy != "concat":
-            self._fit.add(self._tail.take())
+    def _unused(self) -> tuple[int, int]:
+        """Gives how many runs of the last draw nothing was taken of, and how many documents that goes back."""
+        numbers = self._numbers
+        unused = min(len(numbers), self._packing.num_whole)
+        if not unused:
+            return 0, 0
+        return unused, self._num_drawn - (numbers[-unused - 1] if unused < len(numbers) else 0)
+
+    def _undo(self) -> None:
+        """Gives back what was drawn ahead."""
+        unused, back = self._unused()
+        if unused:
+            self._packing.drop(unused)
+            self._counts["documents"] -= unused
+            self.source.undo(back)  # type: ignore[attr-defined]  # a Node, if it can undo
+        self._num_drawn, self._numbers, self._below = 0, _NONE, None
+
+
+_NONE: Sequence[int] = ()
 
 
 def _state(
     seq_len: int,
     settings: dict[str, Any],
     counts: dict[str, int],
-    waiting: Waiting,
-    opened: tuple[tuple[Run, ...], tuple[Taken, ...]],
+    waiting: list[Run],
+    opened: tuple[Taken, ...],
     source: Snapshot,
+    back: int,
 ) -> State:
-    runs, samples = opened
     return {
         Packer.SEQ_LEN_KEY: seq_len,
         **settings,
         Packer.COUNTS_KEY: counts,
-        Packer.TAIL_KEY: [
-            freeze(Sample(joined(pieces), (0,), (place,))) for pieces, _, place in (*runs, *runs_of(waiting))
-        ],
+        Packer.TAIL_KEY: [freeze(Sample(joined(pieces), (0,), (place,))) for pieces, _, place in waiting],
         Packer.OPEN_KEY: [
-            freeze(Sample(array[:length].copy(), starts, places)) for array, length, starts, places in samples
+            freeze(Sample(array[:length].copy(), starts, places)) for array, length, starts, places in opened
         ],
-        Packer.SOURCE_KEY: render(source),
+        Packer.SOURCE_KEY: render(source, back),
     }

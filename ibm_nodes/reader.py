@@ -4,6 +4,7 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal
 
 import pyarrow.compute as pc
@@ -11,7 +12,7 @@ import pyarrow.compute as pc
 from ibm_nodes import formats
 from ibm_nodes.blocks import Block, Blocks, Cursor, HeldOut
 from ibm_nodes.changes import check_on_change, settle
-from ibm_nodes.items import ORIGIN_KEYS, Document, Row
+from ibm_nodes.items import ORIGIN_KEYS, Document, Documents, Row
 from ibm_nodes.listing import Listing, current_session
 from ibm_nodes.node import Node, Snapshot
 from ibm_nodes.permutation import Seed, check_seed
@@ -193,34 +194,73 @@ class Reader(Node[Any]):
         item: Document | Row = self.draw(1, extra=1)[0]
         return item
 
-    def draw(self, num_tokens: int, extra: int = 0) -> list[Any]:
+    def draw(self, num_tokens: int, extra: int = 0) -> Sequence[Any]:
+        count = 0
+        for length in self._lengths(self._wait(), num_tokens):
+            count += 1
+            num_tokens -= length + extra
+            if num_tokens <= 0:
+                break
+        return self.take(count)
+
+    def peek(self, num_tokens: int, wait: bool = False) -> list[int]:
+        if self.columns is not None:
+            raise TypeError(f"columns must be None where tokens are counted, got {self.columns}: rows have none")
+        block = self._wait() if wait else self._block
+        return [] if block is None else self._lengths(block, num_tokens)
+
+    def take(self, count: int) -> Sequence[Any]:
+        if self.columns is not None:
+            return self._rows(count)
+        block, values, part = self._move(count)
+        ends, lengths = block.ends[part], block.lengths[part].tolist()
+        edges = zip(block.begins[part].tolist(), ends.tolist(), strict=True)
+        places = zip(repeat(self.name), repeat(block.url), block.rows[part].tolist(), repeat(0))
+        return Documents(
+            [values[begin:end] for begin, end in edges],
+            lengths,
+            values[ends - 1].tolist(),
+            list(places),
+            [self._at.epoch] * count,
+        )
+
+    def _lengths(self, block: Block, num_tokens: int) -> list[int]:
+        """Gives the lengths of the next documents, or 1 for each row, by their mean enough of them and some more."""
+        last = self._row + 8 + int(num_tokens / block.mean_length * 1.25)
+        lengths: list[int] = block.lengths[self._row : last].tolist()
+        return lengths
+
+    def _rows(self, count: int) -> list[Row]:
+        block, values, part = self._move(count)
+        places = ((block.url, row, self.name, self._at.epoch) for row in block.rows[part].tolist())
+        each = zip(values[block.begins[part]], places, strict=True)
+        return [{**row, **dict(zip(ORIGIN_KEYS, place, strict=True))} for row, place in each]
+
+    def _wait(self) -> Block:
+        """Gives the block that has the next row."""
         block = self._block
         while block is None or self._row >= block.num_rows:
             if block is not None:
                 self._finish(block)
             block = self._load()
-        first = last = self._row
-        begins, ends = block.begins, block.ends
-        while num_tokens > 0 and last < block.num_rows:
-            num_tokens -= ends[last] - begins[last] + extra
-            last += 1
-        self._row = last
+        return block
+
+    def _move(self, count: int) -> tuple[Block, Any, slice]:
+        """Moves past rows of the block; gives it, its values, and which rows they are."""
+        block, first = self._block, self._row
+        assert block is not None
+        self._row = last = first + count
         if first <= self._ask_at < last:
             self._ask()
-        values, url, name, epoch = block.lists.values, block.url, self.name, self._at.epoch
-        rows = zip(begins[first:last], ends[first:last], block.rows[first:last], strict=True)
-        if self.columns is not None:
-            places = ((url, row, name, epoch) for _, _, row in rows)
-            each = zip(values[begins[first:last]], places, strict=True)
-            return [{**row, **dict(zip(ORIGIN_KEYS, place, strict=True))} for row, place in each]
-        new = tuple.__new__  # in C, where a named tuple's own is in Python
-        return [new(Document, (values[begin:end], url, row, name, epoch)) for begin, end, row in rows]
+        return block, block.lists.values, slice(first, last)
+
+    def undo(self, count: int) -> None:
+        self._row -= count
 
     def snapshot(self) -> Snapshot:
         block = self._block
-        if block is not None and block.num_rows:
-            self._passes = block.passes + block.share * self._row / block.num_rows
-        counters = self._row, self._documents, self._skipped, self._passes
+        passes = (self._passes, 0.0) if not (block and block.num_rows) else (block.passes, block.share / block.num_rows)
+        counters = self._row, self._documents, self._skipped, *passes
         # Bad places, which tell from where on they hold, are shared: what draws ahead has states from before them.
         return _state, (self._settings, self._at, counters, self._quarantine)
 
@@ -298,6 +338,7 @@ class Reader(Node[Any]):
         """Moves the cursor past a block."""
         self._documents += block.num_rows
         self._skipped += block.num_empty
+        self._passes = block.passes + block.share if block.num_rows else self._passes
         following = self._following(self._at, block)
         if following is None:  # a pass without a single token
             if self.epochs is not None:
@@ -319,10 +360,14 @@ class Reader(Node[Any]):
 
 
 def _state(
-    settings: dict[str, Any], at: Cursor, counters: tuple[int, int, int, float], quarantine: Quarantine
+    settings: dict[str, Any],
+    at: Cursor,
+    counters: tuple[int, int, int, float, float],
+    quarantine: Quarantine,
+    back: int = 0,
 ) -> State:
     epoch, whole, file, block = at
-    row, documents, skipped, passes = counters
+    row, documents, skipped, passes, share = counters
     return {
         Reader.SETTINGS_KEY: settings.copy() if settings["listing"] is None else settings,  # else they do not change
         Reader.QUARANTINED_KEY: quarantine.state() if quarantine.places else [],
@@ -330,8 +375,8 @@ def _state(
         "whole": whole,
         "file": file,
         "block": block,
-        "row": row,
+        "row": row - back,
         "documents": documents,
         "skipped": skipped,
-        "passes": passes,
+        "passes": passes + share * (row - back),
     }

@@ -208,9 +208,11 @@ class _Plan(NamedTuple):
         )
 
     def _values(self, data: bytes | bytearray, batches: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-        """Copies the values [low, high) of each batch out of the data, end to end."""
+        """Gives the values [low, high) of each batch, end to end; copies them if there is more than one batch."""
         view, size = memoryview(data), self.values.itemsize
         begins, ends = batches["values"] + size * low, batches["values"] + size * high
+        if len(batches) == 1:
+            return np.frombuffer(view[int(begins[0]) : int(ends[0])], self.values)
         parts = [view[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
         return np.frombuffer(b"".join(parts), self.values)
 
