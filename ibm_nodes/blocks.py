@@ -70,7 +70,7 @@ class HeldOut(NamedTuple):
 
 
 class Blocks:
-    """Finds and reads the blocks of one logical shard; the pool's threads use it too, so it changes nothing.
+    """Finds and reads the blocks of one logical shard; the pool's threads use it too, so what it keeps is only looked up.
 
     Args:
         key: seeds and names that the order depends on.
@@ -105,6 +105,7 @@ class Blocks:
         self._column, self._format, self._vocab_size = column, format, vocab_size
         self._listing = listing
         self._where, self._condition = where, str(where)
+        self._made: dict[str, tuple[Any, np.ndarray]] = {}
 
     def load(self, at: Cursor) -> Block:
         """Reads the block at a cursor; where there is none, gives one without rows."""
@@ -114,14 +115,17 @@ class Blocks:
         num_files = max(0, bisect_left(listing.starts, high) - first)
         if at.file >= num_files:
             return self._empty(at, num_files, 0, listing)
-        index = first + int(permutation(derive_key(*self._key, "files", at.epoch), num_files)[at.file])
+        order = self._kept("files", (at.epoch, num_files), lambda: self._file_order(at.epoch, num_files))
+        index = first + int(order[at.file])
         item, start = listing.objects[index], listing.starts[index]
         file = self._open(listing, index, at)
         if file is None or isinstance(file, Fault):
             return self._empty(at, num_files, 0, listing)._replace(fault=file)
         turn, num_turns = 0, 1
         if file.splittable:
-            blocks = self._owned(file, start, low, high, (item.key, at.epoch))
+            blocks = self._kept(
+                "blocks", (item, at.epoch, low), lambda: self._owned(file, start, low, high, (item.key, at.epoch))
+            )
         else:
             turn, num_turns = self._turn(listing, index, at.whole)
             blocks = np.arange(len(file.groups) if turn >= 0 else 0)
@@ -149,7 +153,7 @@ class Blocks:
             ends=(ends := lists.ends[order]),
             rows=lists.rows[order],
             lengths=(lengths := ends - begins),
-            mean_length=max(1.0, float(lengths.mean())) if len(lengths) else 1.0,
+            mean_length=int(lengths.sum()) / max(1, len(lengths)) or 1.0,
             url=item.url,
             num_rows=len(order),
             num_empty=num_chosen - len(order),
@@ -158,6 +162,16 @@ class Blocks:
             size=file.size(number),
             chained=not file.splittable or len(set(file.groups[blocks].tolist())) < len(blocks),
         )
+
+    def _kept(self, what: str, of: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """Gives what ``make`` makes, or what it made last for the same: most blocks are of the file of the one before."""
+        made = self._made.get(what)
+        if made is None or made[0] != of:
+            made = self._made[what] = of, make()
+        return made[1]
+
+    def _file_order(self, epoch: int, num_files: int) -> np.ndarray:
+        return permutation(derive_key(*self._key, "files", epoch), num_files)
 
     def _open(self, listing: Listing, index: int, at: Cursor) -> formats.ShardFile | Fault | None:
         """Opens a file; gives None if it is left out, or why it is to be."""

@@ -49,11 +49,15 @@ def random_index(key: int, counter: int, size: int) -> int:
 
 def random_words(key: int, counters: np.ndarray) -> np.ndarray:
     """Gives `random_word` of every counter, as uint64."""
-    with np.errstate(over="ignore"):
-        word = np.uint64(key) + (counters.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
-        word = (word ^ (word >> np.uint64(30))) * np.uint64(_FIRST)
-        word = (word ^ (word >> np.uint64(27))) * np.uint64(_SECOND)
-        return word ^ (word >> np.uint64(31))
+    word = counters.astype(np.uint64)
+    word += np.uint64(1)
+    word *= np.uint64(_GAMMA)
+    word += np.uint64(key)
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        word ^= word >> np.uint64(shift)
+        word *= np.uint64(factor)
+    word ^= word >> np.uint64(31)
+    return word
 
 
 def permutation(key: int, size: int) -> np.ndarray:
