@@ -38,7 +38,7 @@ class BestFit:
 
     def __init__(self, *, seq_len: int, num_open: int, counts: dict[str, int]) -> None:
         self._waiting: deque[Run] = deque()
-        self._begun = False  # whether the first of them is the rest of a document that was split
+        self._begun = False  # whether the first of them is the rest of one, or others were packed to make room for it
         self._seq_len = seq_len
         self._num_open = num_open
         self._counts = counts
@@ -61,7 +61,7 @@ class BestFit:
 
     @property
     def num_whole(self) -> int:
-        """How many documents wait of which nothing was taken."""
+        """How many documents wait that nothing depends on yet."""
         return len(self._waiting) - self._begun
 
     def add(self, runs: Runs) -> None:
@@ -95,6 +95,7 @@ class BestFit:
             elif at < self._num_open:
                 opened, key = self._new()
             else:
+                self._begun = True
                 return self.pop()
             opened.add(pieces, place)
             waiting.popleft()

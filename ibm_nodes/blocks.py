@@ -48,6 +48,30 @@ class Block(NamedTuple):
     fault: Fault | None  # why it could not be read, if it is to be left out
 
 
+class Loaded:
+    """A block that was read. Its rows are put into their order by who uses them, in many small steps of numpy.
+
+    (Each of these lets go of Python's lock. In the thread that reads they would stop the one that uses, over and over.)
+    """
+
+    __slots__ = ("_block", "_make")
+
+    def __init__(self, make: Callable[[], Block]) -> None:
+        self._make = make
+        self._block: Block | None = None
+
+    @classmethod
+    def of(cls, block: Block) -> "Loaded":
+        """Gives a block whose rows are in order."""
+        return cls(lambda: block)
+
+    def block(self) -> Block:
+        """Gives the block."""
+        if self._block is None:
+            self._block = self._make()
+        return self._block
+
+
 class HeldOut(NamedTuple):
     """A split of the rows by a hash of dataset, file and row alone.
 
@@ -70,7 +94,7 @@ class HeldOut(NamedTuple):
 
 
 class Blocks:
-    """Finds and reads the blocks of one logical shard; the pool's threads use it too, so what it keeps is only looked up.
+    """Finds and reads the blocks of one logical shard; threads may use it at the same time.
 
     Args:
         key: seeds and names that the order depends on.
@@ -107,20 +131,20 @@ class Blocks:
         self._where, self._condition = where, str(where)
         self._made: dict[str, tuple[Any, np.ndarray]] = {}
 
-    def load(self, at: Cursor) -> Block:
+    def load(self, at: Cursor) -> "Loaded":
         """Reads the block at a cursor; where there is none, gives one without rows."""
         listing = self._listing()
         low, high = self._interval(listing, at.whole)
         first = bisect_right(listing.starts, low) - 1
         num_files = max(0, bisect_left(listing.starts, high) - first)
         if at.file >= num_files:
-            return self._empty(at, num_files, 0, listing)
+            return Loaded.of(self._empty(at, num_files, 0, listing))
         order = self._kept("files", (at.epoch, num_files), lambda: self._file_order(at.epoch, num_files))
         index = first + int(order[at.file])
         item, start = listing.objects[index], listing.starts[index]
         file = self._open(listing, index, at)
         if file is None or isinstance(file, Fault):
-            return self._empty(at, num_files, 0, listing)._replace(fault=file)
+            return Loaded.of(self._empty(at, num_files, 0, listing)._replace(fault=file))
         turn, num_turns = 0, 1
         if file.splittable:
             blocks = self._kept(
@@ -130,41 +154,52 @@ class Blocks:
             turn, num_turns = self._turn(listing, index, at.whole)
             blocks = np.arange(len(file.groups) if turn >= 0 else 0)
         if at.block >= len(blocks):
-            return self._empty(at, num_files, len(blocks), listing)
+            return Loaded.of(self._empty(at, num_files, len(blocks), listing))
         number = int(blocks[at.block])
         lists = self._lists(listing, index, at, file, number)
         if lists is None or isinstance(lists, Fault):
             num_blocks = len(blocks) if file.splittable else at.block + 1  # the rest is left out with it
-            return self._empty(at, num_files, num_blocks, listing)._replace(fault=lists)
+            return Loaded.of(self._empty(at, num_files, num_blocks, listing)._replace(fault=lists))
         if file.splittable:
             span = start + int(file.spans[number]), start + int(file.spans[number + 1])
             own = range(*_own_rows(len(lists.rows), *span, low, high))
         else:
             own = range((turn - number) % num_turns, len(lists.rows), num_turns)
-        key = derive_key(*self._key, item.key, number, at.epoch)
+        base = self._empty(at, num_files, len(blocks), listing)._replace(
+            lists=lists,
+            url=item.url,
+            size=file.size(number),
+            chained=not file.splittable or len(set(file.groups[blocks].tolist())) < len(blocks),
+        )
+        return Loaded(partial(self._arrange, base, item.key, own, (*self._key, item.key, number, at.epoch)))
+
+    def _arrange(self, block: Block, name: str, own: range, names: tuple[Any, ...]) -> Block:
+        """Puts the rows that the shard owns into their order."""
+        lists, key = block.lists, derive_key(*names)
         order = permutation(key, len(own)) * own.step + own.start
         if self._held_out is not None:
-            order = order[self._held_out.choose(item.key, lists.rows[order])]
+            order = order[self._held_out.choose(name, lists.rows[order])]
         num_chosen = len(order)
-        order = order[lists.begins[order] < lists.ends[order]]
-        return self._empty(at, num_files, len(blocks), listing)._replace(
-            lists=lists,
-            begins=(begins := lists.begins[order]),
-            ends=(ends := lists.ends[order]),
+        begins, ends = lists.begins[order], lists.ends[order]
+        lengths = ends - begins
+        if num_chosen and not lengths.all():
+            order = order[lengths > 0]
+            begins, ends = lists.begins[order], lists.ends[order]
+            lengths = ends - begins
+        return block._replace(
+            begins=begins,
+            ends=ends,
             rows=lists.rows[order],
-            lengths=(lengths := ends - begins),
+            lengths=lengths,
             mean_length=int(lengths.sum()) / max(1, len(lengths)) or 1.0,
-            url=item.url,
             num_rows=len(order),
             num_empty=num_chosen - len(order),
             # Somewhere in the middle half, so that the readers of many shards do not all ask at one moment.
             ask_at=len(order) // 4 + random_index(key, 0, len(order) // 2 + 1),
-            size=file.size(number),
-            chained=not file.splittable or len(set(file.groups[blocks].tolist())) < len(blocks),
         )
 
     def _kept(self, what: str, of: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """Gives what ``make`` makes, or what it made last for the same: most blocks are of the file of the one before."""
+        """Gives what ``make`` makes, or made last for the same: most blocks are of the file of the one before."""
         made = self._made.get(what)
         if made is None or made[0] != of:
             made = self._made[what] = of, make()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ibm_nodes.items import Sample, masked_in
+from ibm_nodes.runs import joined
 from ibm_nodes.schedule import Schedule
 
 IGNORE_INDEX = -100
@@ -94,15 +95,7 @@ class CausalLMCollator:
         """
         lengths = [_length(sample) for sample in samples]
         width = self._width(max(len(sample.tokens) for sample in samples))
-        ids = np.empty((len(samples), width), np.int64)
-        masks: list[tuple[int, np.ndarray]] = []
-        for number, (row, sample, length) in enumerate(zip(ids, samples, lengths, strict=True)):
-            tokens = sample.tokens[:length]
-            if tokens.dtype.kind == "i" and (masked := masked_in(tokens)) is not None:
-                masks.append((number, masked))
-                tokens = np.where(masked, ~tokens, tokens)
-            row[:length] = tokens
-            row[length:] = self.pad_id
+        ids, masks = self._ids(samples, lengths, width)
         arrays = {"input_ids": ids, "labels": self._labels(ids, samples, lengths, masks)}
         if self.position_ids:
             arrays["position_ids"] = np.stack([_positions(sample, width) for sample in samples])
@@ -113,6 +106,26 @@ class CausalLMCollator:
         # numpy throughout: torch would wake threads of its own to copy, and take cores from the trainer.
         batch: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return batch | self._more(arrays["labels"], samples, width)
+
+    def _ids(
+        self, samples: Sequence[Sample], lengths: list[int], width: int
+    ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
+        """Gives the ids, and for each sample of which tokens are not to be learned its number and which they are."""
+        arrays = [sample.tokens for sample in samples]
+        if min(lengths) == width and len({array.dtype for array in arrays}) == 1:
+            tokens = joined(arrays)
+            if masked_in(tokens) is None:
+                return tokens.astype(np.int64).reshape(len(samples), width), []
+        ids = np.empty((len(samples), width), np.int64)
+        masks = []
+        for number, (row, array, length) in enumerate(zip(ids, arrays, lengths, strict=True)):
+            tokens = array[:length]
+            if (masked := masked_in(tokens)) is not None:
+                masks.append((number, masked))
+                tokens = np.where(masked, ~tokens, tokens)
+            row[:length] = tokens
+            row[length:] = self.pad_id
+        return ids, masks
 
     def _more(self, labels: np.ndarray, samples: Sequence[Sample], width: int) -> dict[str, Any]:
         """Gives what does not have the shape of the ids."""

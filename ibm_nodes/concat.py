@@ -25,6 +25,9 @@ class Concat:
     def __init__(self, *, seq_len: int, counts: dict[str, int]) -> None:
         self._seq_len = seq_len
         self._counts = counts
+        # How many of the tokens that wait are in samples handed out, and how many documents begin in these.
+        self._at: int = 0
+        self._next: int = 0
         self._begin(())
 
     def __len__(self) -> int:

@@ -70,7 +70,7 @@ class Documents(Sequence[Document]):
         tokens, urls, rows, names, epochs = zip(*documents, strict=True)
         lengths = [len(array) for array in tokens]
         last = [array.item(-1) for array in tokens] if all(lengths) else ()
-        return cls(tokens, lengths, last, list(zip(names, urls, rows, repeat(0))), epochs)  # noqa: B905
+        return cls(tokens, lengths, last, list(zip(names, urls, rows, repeat(0))), epochs)
 
     @classmethod
     def woven(cls, parts: "Sequence[Documents]", turns: Sequence[int]) -> "Documents":

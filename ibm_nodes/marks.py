@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ class Marks:
         counts: dict[str, int],
     ) -> None:
         self._eos_id, self._bos_id, self._pad_id = eos_id, bos_id, pad_id
-        self._made: dict[tuple[int, np.dtype], np.ndarray | None] = {}
+        self._made: dict[tuple[int, str], np.ndarray] = {}
         self._limit = sys.maxsize if limit is None else limit
         self._truncate = truncate
         self._counts = counts
@@ -54,23 +55,22 @@ class Marks:
             return None
         closed = last.count(self._eos_id)
         if closed == len(last):
-            return list(zip(arrays)), lengths, documents.places  # noqa: B905
+            return list(zip(arrays)), lengths, documents.places
         if closed or min(last) < 0:
             return None
         types = [array.dtype for array in arrays]
-        marks = {kind: self._mark(self._eos_id, kind) for kind in dict.fromkeys(types)}
-        if None in marks.values():
+        marks = {kind: self._mark(self._eos_id, kind) for kind in set(types)}
+        if any(mark is None for mark in marks.values()):
             return None
-        pieces = list(zip(arrays, map(marks.get, types)))  # noqa: B905
+        pieces: Any = list(zip(arrays, map(marks.get, types), strict=True))
         return pieces, [length + 1 for length in lengths], documents.places
 
     def _mark(self, token: int, kind: np.dtype) -> np.ndarray | None:
         """Gives a token as an array of a type, or None if the type does not hold it."""
-        if (token, kind) not in self._made:
-            limits = np.iinfo(kind)
-            fits = limits.min <= token <= limits.max
-            self._made[token, kind] = np.array([token], kind) if fits else None
-        return self._made[token, kind]
+        made = self._made.get((token, kind.char))
+        if made is None and np.iinfo(kind).min <= token <= np.iinfo(kind).max:
+            made = self._made[token, kind.char] = np.array([token], kind)
+        return made
 
     def _one_by_one(self, documents: Sequence[Document]) -> tuple[Runs, Sequence[int]]:
         runs: list[Run] = []
@@ -95,16 +95,18 @@ class Marks:
 
     def _with_marks(self, tokens: np.ndarray, opened: bool) -> list[np.ndarray]:
         """Gives a document with the marks that it lacks, all of one type."""
-        before, after = [] if opened else [self._bos_id], []
+        before, after = [] if opened or self._bos_id is None else [self._bos_id], []
         last, eos_id = tokens.item(-1), self._eos_id
         if last not in (eos_id, ~eos_id) or (len(tokens) == 1 and self._bos_id == last == eos_id):
             after = [eos_id if last >= 0 else ~eos_id]
         kind = tokens.dtype
-        if any(self._mark(token, kind) is None for token in (*before, *after)):
+        marks = [self._mark(token, kind) for token in (*before, *after)]
+        if any(mark is None for mark in marks):
             kind = np.promote_types(kind, np.int32)
-        marks = ([self._mark(token, kind) for token in tokens_of] for tokens_of in (before, after))
-        opening, closing = marks
-        return [*opening, tokens.astype(kind, copy=False), *closing]
+            marks = [self._mark(token, kind) for token in (*before, *after)]
+        pieces = [mark for mark in marks if mark is not None]
+        pieces.insert(len(before), tokens.astype(kind, copy=False))
+        return pieces
 
 
 def _without_padding(documents: Sequence[Document], pad_id: int) -> Iterator[Document]:
@@ -116,4 +118,3 @@ def _without_padding(documents: Sequence[Document], pad_id: int) -> Iterator[Doc
             yield document._replace(tokens=tokens[: kept[-1] + 1 if len(kept) else 0])
         else:
             yield document
-

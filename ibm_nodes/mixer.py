@@ -151,7 +151,8 @@ class Mixer(Node[T]):
         self._due, self._drawn = due, (before, shares, dues, lengths)
         counts = [dues.count(number) for number in range(len(active))]
         taken = [
-            place.hand_out(count, sum(queue[:count])) for place, count, queue in zip(active, counts, queues, strict=True)
+            place.hand_out(count, sum(queue[:count]))
+            for place, count, queue in zip(active, counts, queues, strict=True)
         ]
         parts = [part for part in taken if isinstance(part, Documents)]
         if len(parts) == len(taken):
@@ -173,9 +174,7 @@ class Mixer(Node[T]):
 
     def snapshot(self) -> Snapshot:
         active = [place.name for place in self._active]
-        places = [
-            (place.name, place.tokens, place.documents, place.taken_state()) for place in self._places.values()
-        ]
+        places = [(place.name, place.tokens, place.documents, place.taken_state()) for place in self._places.values()]
         credits = self._credits, active, self._now
         return _state, (self.seed, credits, tuple(self._ended), self.weights, self._parked, places, self._drawn)
 

@@ -110,8 +110,9 @@ class Packer(Node[Sample]):
         # The length that samples have, and the one that they are to have up to a sample of the global stream.
         self._length: int = state[self.SEQ_LEN_KEY]
         self._goal, self._until = self.seq_len, -1 if self.schedule else math.inf
-        # Whether a draw may go ahead. What it has brought and was not packed is no part of the state: the source gives the
-        # state before it, and takes it back when it would give something else by now.
+        self._below: Snapshot | None = None
+        # Whether a draw may go ahead. What it has brought and was not packed is no part of the state: the source gives
+        # the state before it, and takes it back when it would give something else by now.
         self._ahead = self.overflow == "split" and undoes(self.source)
         self._begin()
         opened, waiting = ([thaw(sample) for sample in state[key]] for key in (self.OPEN_KEY, self.TAIL_KEY))
@@ -180,13 +181,18 @@ class Packer(Node[Sample]):
         else:
             num_open = 1 if self.strategy == "pad" else self.num_open
             self._packing = BestFit(seq_len=self._length, num_open=num_open, counts=self._counts)
-        # Of the last draw: how many documents it brought, and for each that has tokens how many there are up to it.
-        self._num_drawn, self._numbers = 0, _NONE
-        self._below: Snapshot | None = None
+        self._forget_draw()
+
+    def _forget_draw(self) -> None:
+        # Of the last draw: how many documents it brought, for each that has tokens how many there are up to it, and the
+        # source's state after it.
+        self._num_drawn = 0
+        self._numbers: Sequence[int] = ()
+        self._below = None
 
     def _draw(self) -> bool:
         """Adds documents to those that wait; says whether there were any."""
-        self._num_drawn, self._numbers, self._below = 0, _NONE, None
+        self._forget_draw()
         num_tokens = self._packing.lacking
         if self._ahead:
             num_tokens = max(num_tokens, CUT_TOKENS)
@@ -215,10 +221,7 @@ class Packer(Node[Sample]):
             self._packing.drop(unused)
             self._counts["documents"] -= unused
             self.source.undo(back)  # type: ignore[attr-defined]  # a Node, if it can undo
-        self._num_drawn, self._numbers, self._below = 0, _NONE, None
-
-
-_NONE: Sequence[int] = ()
+        self._forget_draw()
 
 
 def _state(

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pyarrow.compute as pc
 
 from ibm_nodes import formats
-from ibm_nodes.blocks import Block, Blocks, Cursor, HeldOut
+from ibm_nodes.blocks import Block, Blocks, Cursor, HeldOut, Loaded
 from ibm_nodes.changes import check_on_change, settle
 from ibm_nodes.items import ORIGIN_KEYS, Document, Documents, Row
 from ibm_nodes.listing import Listing, current_session
@@ -185,7 +185,7 @@ class Reader(Node[Any]):
             tolerant=self.on_error == "quarantine",
         )
         self._block: Block | None = None
-        self._queue: deque[tuple[Cursor, Task[Block]]] = deque()
+        self._queue: deque[tuple[Cursor, Task[Loaded]]] = deque()
         self._depth = 1
         self._ask_at = 0
         self._ask()
@@ -293,9 +293,9 @@ class Reader(Node[Any]):
     def _result(self) -> Block:
         """Takes the first block of the queue; after an error the next call asks for it anew."""
         try:
-            block = self._queue[0][1].result()
+            block = self._queue[0][1].result().block()
             if block.fault is not None:  # once more: it may have been spoiled on its way
-                block = self._blocks.load(self._at)
+                block = self._blocks.load(self._at).block()
         except StopIteration as error:
             self._queue.clear()
             raise RuntimeError(f"reading {self.url} raised StopIteration, which is no end of data") from error
@@ -310,7 +310,8 @@ class Reader(Node[Any]):
         while len(self._queue) < self._depth:
             if self._queue:
                 last, task = self._queue[-1]
-                known = task.peek() or (self._block if self._block and self._at[:3] == last[:3] else None)
+                loaded = task.peek()
+                known = loaded.block() if loaded else self._block if self._at[:3] == last[:3] else None
                 cursor = self._following(last, known) if known and (task.done() or not known.chained) else None
             else:
                 cursor = self._following(self._at, self._block) if self._block else self._at

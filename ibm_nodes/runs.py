@@ -39,16 +39,14 @@ def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
 def split(run: Run, size: int) -> tuple[Run, Run]:
     """Cuts a run after ``size`` of its tokens, of which it has more."""
     pieces, length, (name, url, row, offset) = run
-    head: list[np.ndarray] = []
-    left = size
-    for number, tokens in enumerate(pieces):
-        if len(tokens) > left:
-            break
-        head.append(tokens)
-        left -= len(tokens)
-    tail = [tokens[left:], *pieces[number + 1 :]] if left else pieces[number:]
+    number, left = 0, size
+    while len(pieces[number]) <= left:
+        left -= len(pieces[number])
+        number += 1
+    head, tail = list(pieces[:number]), list(pieces[number:])
     if left:
-        head.append(tokens[:left])
+        head.append(tail[0][:left])
+        tail[0] = tail[0][left:]
     return (head, size, run[2]), (tail, length - size, (name, url, row, offset + size))
 
 
@@ -62,15 +60,17 @@ def runs_in(sample: Sample) -> Iterator[Run]:
 def mended(runs: Iterable[Run], counts: dict[str, int]) -> list[Run]:
     """Puts parts of a document that follow each other together, and takes it off the count of those cut."""
     whole: list[Run] = []
-    before: Place | None = None
+    following: Place | None = None  # where the part after the last one would come from
+    cut = False
     for pieces, length, place in runs:
-        if before is not None and before == (*place[:3], place[3] - size):
-            counts["truncated"] -= before[3] <= 0
+        if place == following:
+            counts["truncated"] -= cut
             first, so_far, start = whole[-1]
             kind = np.promote_types(first[0].dtype, pieces[0].dtype)
             both = [tokens.astype(kind, copy=False) for tokens in (*first, *pieces)]
             whole[-1] = (both, so_far + length, start)
         else:
             whole.append((pieces, length, place))
-        before, size = place, length
+        name, url, row, offset = place
+        following, cut = (name, url, row, offset + length), offset <= 0
     return whole

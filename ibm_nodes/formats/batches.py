@@ -190,6 +190,8 @@ class _Plan(NamedTuple):
                 ends,
                 numbers * ROWS_PER_BATCH,
             )
+        if len(batches) == 1:
+            return self._rows_of_one(data, batches, int(numbers[0]))
         counts = batches["length"]
         firsts = np.cumsum(counts) - counts  # of each batch, the first of its rows among all
         row = np.arange(counts.sum()) - np.repeat(firsts, counts)
@@ -206,6 +208,18 @@ class _Plan(NamedTuple):
         return Lists(
             self._values(data, batches, low, high), begins + shift, ends + shift, number * ROWS_PER_BATCH + row
         )
+
+    def _rows_of_one(self, data: bytes | bytearray, batches: np.ndarray, number: int) -> Lists:
+        count, begin = int(batches["length"][0]), int(batches["offsets"][0])
+        edges = np.frombuffer(data, self.offsets, count + 1, begin) if count else np.zeros(1, self.offsets)
+        edges = edges.astype(np.int64)
+        low, high = int(edges[0]), int(edges[-1])
+        if low < 0 or high > batches["child"][0] or np.any(edges[:-1] > edges[1:]):
+            raise ValueError(DAMAGED_OFFSETS)
+        edges -= low
+        values = self._values(data, batches, np.array([low]), np.array([high]))
+        first = number * ROWS_PER_BATCH
+        return Lists(values, edges[:-1], edges[1:], np.arange(first, first + count))
 
     def _values(self, data: bytes | bytearray, batches: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
         """Gives the values [low, high) of each batch, end to end; copies them if there is more than one batch."""
