@@ -13,7 +13,7 @@ import torch
 from torchdata.nodes import BaseNode
 
 from ibm_nodes.node import Node, Snapshot, as_snapshot, render, snapshot
-from ibm_nodes.read_ahead import stop_waiting_when
+from ibm_nodes.read_ahead import Interrupted, stop_waiting_when
 from ibm_nodes.state import State
 
 T = TypeVar("T")
@@ -83,14 +83,16 @@ class Prefetcher(Node[T]):
             # Stops the thread when this node is collected; the thread itself must not refer to the node.
             self._finalizer = weakref.finalize(self, self._worker.stop)
         began = time.perf_counter()
+        worker = self._worker  # another thread may close the node in the meantime
         item: T
-        item, taken, error = self._worker.get()
+        item, taken, error = worker.get()
         self.waited_seconds += time.perf_counter() - began
         if error is None:
-            self._worker.spent.append(self._taken)
+            worker.spent.append(self._taken)
             self._taken = taken
             return item
-        self._end()
+        if worker is self._worker:
+            self._end()
         if isinstance(error, StopIteration):
             self._ended = True
             self._taken = taken
@@ -181,8 +183,10 @@ _Result = tuple[Any, Snapshot | None, BaseException | None]
 def _work(source: BaseNode[Any], results: "queue.SimpleQueue[_Result]", *more: Any) -> None:
     try:
         _fill(source, results, *more)
-    except BaseException as error:  # the consumer would wait for ever
+    except BaseException as error:
         results.put((None, None, error))
+    finally:  # who still waits would wait for ever
+        results.put((None, None, Interrupted("closed while an item was waited for")))
 
 
 def _fill(

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import queue
+import random
 import signal
 import subprocess
 import sys
@@ -298,6 +299,27 @@ def test_no_wait_has_a_limit_since_one_that_passes_at_the_wrong_moment_never_end
     node.close()
     no_thread_within(2)
     assert list(node) == list(range(1, 100))
+    no_thread_within(2)
+
+
+def test_a_consumer_that_waits_while_another_thread_closes_the_node_does_not_wait_for_ever():
+    rng = random.Random(0)
+    for _ in range(100):
+        node, given = Prefetcher(Slow(range(100), 0.003), prefetch_factor=2), []
+
+        def consume(node=node, given=given):
+            with contextlib.suppress(RuntimeError):
+                given.append(next(node))
+
+        assert next(node) == 0
+        consumer = threading.Thread(target=consume, daemon=True)
+        consumer.start()
+        time.sleep(rng.random() * 0.004)
+        node.close()
+        consumer.join(5)
+        assert not consumer.is_alive()
+        assert next(node) == 1 + len(given)
+        node.close()
     no_thread_within(2)
 
 

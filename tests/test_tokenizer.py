@@ -156,8 +156,8 @@ class TestEdges:
         url = texts.save(f"{bucket.url}some where/tokenizer.json", bucket.storage_options)
         assert len(take(Tokenizer(Items(rows(TEXTS)), url, storage_options=bucket.storage_options))) == len(TEXTS)
 
-    def test_logical_shards_share_one_tokenizer(self, url, monkeypatch):
-        reads = []
+    def test_logical_shards_share_one_tokenizer(self, tmp_path, monkeypatch):
+        reads, url = [], texts.save(f"file://{tmp_path}/tokenizer.json")
         load = tokenizer.load_tokenizer
         monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *given: reads.append(given) or load(*given))
         node = Sharder(lambda *_: Tokenizer(Items(rows(TEXTS)), url), num_shards=8, rank=0, world_size=1)
