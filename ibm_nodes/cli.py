@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -38,6 +39,7 @@ Recipe = Callable[..., Any]
 ERRORS = (ValueError, LookupError, TypeError, OSError, ImportError)
 """What bad input and a store that fails raise; anything else is a fault of ours, and keeps its traceback."""
 INTERRUPTED = 130
+STOP_AGAIN_SECONDS = 0.05
 DIGEST_BYTES = 8
 OF_RECIPES = {
     "run": (
@@ -72,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     hidden: list[str] = []
     if argv is None:
         signal.signal(signal.SIGTERM, _terminate)
+        sys.unraisablehook = _stop_again
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # text of a corpus, on a terminal that may know ASCII alone
@@ -97,6 +100,15 @@ def _ignore_cut_off_calls() -> None:
 def _terminate(number: int, frame: object) -> NoReturn:
     _ignore_cut_off_calls()
     sys.exit(128 + number)  # as an exception, so that servers are stopped and files removed
+
+
+def _stop_again(unraisable: Any) -> None:
+    """Sends a stop once more that came while an object was finalized, where Python drops all exceptions."""
+    if unraisable.exc_type in (KeyboardInterrupt, SystemExit):
+        number = signal.SIGINT if unraisable.exc_type is KeyboardInterrupt else signal.SIGTERM
+        threading.Timer(STOP_AGAIN_SECONDS, os.kill, (os.getpid(), number)).start()
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _command(argv: list[str], hidden: list[str]) -> int:

@@ -788,3 +788,29 @@ def test_a_long_list_of_world_sizes_is_cut_in_the_middle(ibm_nodes, data):
     assert line.startswith("world sizes that work: 1, 2, 3, 4, 5, ")
     assert ", ..., " in line
     assert line.endswith(", 360360, 720720")
+
+
+STOPPED_WHILE_IT_TIDIES_UP = """
+import os, sys, time
+from ibm_nodes import cli
+
+class Tidy:
+    def __del__(self):
+        os.kill(os.getpid(), int(sys.argv[1]))
+        time.sleep(0.2)
+
+def command(*_):
+    Tidy()
+    time.sleep(20)
+
+cli._command = command
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_stop_that_comes_while_an_object_is_tidied_up_is_not_lost(number, code):
+    command = [sys.executable, "-c", STOPPED_WHILE_IT_TIDIES_UP, str(int(number))]
+    environment = {**os.environ, "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=15, env=environment)
+    assert (done.returncode, done.stderr) == (code, "ibm-nodes: stopped\n" if number == signal.SIGINT else "")
