@@ -239,10 +239,11 @@ def lit_data(urls: Urls, storage_options: Options = None) -> Iterator[torch.Tens
         for name in NAMES
     ]
     combined = litdata.CombinedStreamingDataset(sources, seed=0, weights=WEIGHTS, iterate_over_all=False)
-    batches = litdata.StreamingDataLoader(combined, batch_size=BATCH_SIZE, drop_last=True)
+    loader = litdata.StreamingDataLoader(combined, batch_size=BATCH_SIZE, drop_last=True)
     while True:
-        for batch in batches:
-            yield batch.long()
+        for batch in loader:
+            if len(batch) == BATCH_SIZE:  # the last batch may be shorter all the same
+                yield batch.long()
 
 
 PEERS = {

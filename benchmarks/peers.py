@@ -16,7 +16,6 @@ import importlib.metadata
 import json
 import multiprocessing
 import pathlib
-import resource
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -43,13 +42,15 @@ def ibm_nodes(urls: Urls, storage_options: Options = None, num_shards: int = 64)
 
 
 def _serve(load: Callable[[], Iterator[torch.Tensor]], pipe: Connection) -> None:
-    """Measures for as many seconds as it is told, until that is None; then gives the peak memory in MiB."""
+    """Says when it has begun; measures for as many seconds as it is told; for None, gives the peak memory in MiB."""
     batches = load()
     batch = next(batches)
     assert (batch.shape, batch.dtype) == ((BATCH_SIZE, SEQ_LEN), torch.int64)
+    pipe.send("begun")
     while (seconds := pipe.recv()) is not None:
         pipe.send(throughput.rate(batches, seconds))
-    pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    status = pathlib.Path("/proc/self/status").read_text()  # ru_maxrss would count what the parent had at the start
+    pipe.send(int(status.split("VmHWM:")[1].split()[0]) / 1024)
 
 
 class Turns:
@@ -61,6 +62,7 @@ class Turns:
         self._process = context.Process(target=_serve, args=(load, theirs), daemon=True)
         self._process.start()
         theirs.close()
+        self._pipe.recv()
 
     def ask(self, seconds: float | None) -> float:
         """Gives the rate over ``seconds`` in million tokens a second; for None, the peak memory in MiB, and ends."""
@@ -115,7 +117,7 @@ def measure(loads: dict[str, Callable[[], Iterator[torch.Tensor]]], rounds: int,
     return {name: (float(np.median(rates[name])), peaks[name]) for name in loads}
 
 
-def report(results: dict[str, tuple[float, float]], versions: dict[str, str]) -> None:
+def report(results: dict[str, tuple[float, float]], versions: dict[str, str], store: str) -> None:
     """Prints a line of the table and a JSON line for each loader."""
     for name, (rate, peak) in results.items():
         peer = PEERS.get(name)
@@ -123,7 +125,12 @@ def report(results: dict[str, tuple[float, float]], versions: dict[str, str]) ->
         ratio = results[base][0] / rate
         label = f"{name} {versions[name]}, {peer.form}" if peer else name
         print(f"{label:36} {rate:8.1f} M tokens/s {peak:8.0f} MiB   {base} is {ratio:6.2f} times as fast")
-        entry = {"run": name, "version": versions.get(name), "million_tokens_per_second": round(rate, 2)}
+        entry = {
+            "run": name,
+            "version": versions.get(name),
+            "store": store,
+            "million_tokens_per_second": round(rate, 2),
+        }
         print(json.dumps({**entry, "ratio": round(ratio, 3), "peak_mib": round(peak)}))
 
 
@@ -159,8 +166,9 @@ def main() -> None:
             peer = PEERS[name]
             loads[name] = functools.partial(peer.load, packed(name, urls[peer.form], args.directory), options)
         results = measure(loads, args.rounds, args.seconds)
-    print(f"{args.tokens:,} tokens, {args.num_shards} logical shards, {'an S3 server' if args.s3 else 'local files'}")
-    report(results, versions)
+    store = "s3" if args.s3 else "local"
+    print(f"{args.tokens:,} tokens, {args.num_shards} logical shards on one rank, {store}")
+    report(results, versions, store)
 
 
 if __name__ == "__main__":
