@@ -134,22 +134,16 @@ class Blocks:
     def load(self, at: Cursor) -> "Loaded":
         """Reads the block at a cursor; where there is none, gives one without rows."""
         listing = self._listing()
-        low, high = self._interval(listing, at.whole)
-        first = bisect_right(listing.starts, low) - 1
-        num_files = max(0, bisect_left(listing.starts, high) - first)
-        if at.file >= num_files:
+        found, num_files = self._find(listing, at)
+        if found is None:
             return Loaded.of(self._empty(at, num_files, 0, listing))
-        order = self._kept("files", (at.epoch, num_files), lambda: self._file_order(at.epoch, num_files))
-        index = first + int(order[at.file])
-        item, start = listing.objects[index], listing.starts[index]
+        index, item, start, (low, high) = found
         file = self._open(listing, index, at)
         if file is None or isinstance(file, Fault):
             return Loaded.of(self._empty(at, num_files, 0, listing)._replace(fault=file))
         turn, num_turns = 0, 1
         if file.splittable:
-            blocks = self._kept(
-                "blocks", (item, at.epoch, low), lambda: self._owned(file, start, low, high, (item.key, at.epoch))
-            )
+            blocks = self._blocks_of(file, found, at.epoch)
         else:
             turn, num_turns = self._turn(listing, index, at.whole)
             blocks = np.arange(len(file.groups) if turn >= 0 else 0)
@@ -172,6 +166,37 @@ class Blocks:
             chained=not file.splittable or len(set(file.groups[blocks].tolist())) < len(blocks),
         )
         return Loaded(partial(self._arrange, base, item.key, own, (*self._key, item.key, number, at.epoch)))
+
+    def is_at_hand(self, at: Cursor) -> bool:
+        """Tells whether a block, of a file that is open, takes so little to read that no other thread is worth it."""
+        listing = self._listing()
+        found, _ = self._find(listing, at)
+        file: Any = None if found is None else listing.opened(self._file_key(found[0]))
+        if found is None or not hasattr(file, "is_at_hand"):
+            return False
+        blocks = self._blocks_of(file, found, at.epoch)
+        return at.block < len(blocks) and file.is_at_hand(int(blocks[at.block]))
+
+    def _find(self, listing: Listing, at: Cursor) -> tuple["_Found | None", int]:
+        """Finds the file that a cursor stands at, or None behind the last; gives too how many the shard has."""
+        low, high = self._interval(listing, at.whole)
+        first = bisect_right(listing.starts, low) - 1
+        num_files = max(0, bisect_left(listing.starts, high) - first)
+        if at.file >= num_files:
+            return None, num_files
+        order = self._kept(
+            "files", (at.epoch, num_files), lambda: permutation(derive_key(*self._key, "files", at.epoch), num_files)
+        )
+        index = first + int(order[at.file])
+        return (index, listing.objects[index], listing.starts[index], (low, high)), num_files
+
+    def _file_key(self, index: int) -> tuple[Any, ...]:
+        return index, self._column, self._format, self._condition
+
+    def _blocks_of(self, file: formats.ShardFile, found: "_Found", epoch: int) -> np.ndarray:
+        """Gives the blocks of a file that overlap the shard's interval, in the order in which they are visited."""
+        _, item, start, (low, high) = found
+        return self._kept("blocks", (item, epoch, low), lambda: self._owned(file, start, low, high, (item.key, epoch)))
 
     def _arrange(self, block: Block, name: str, own: range, names: tuple[Any, ...]) -> Block:
         """Puts the rows that the shard owns into their order."""
@@ -205,9 +230,6 @@ class Blocks:
             made = self._made[what] = of, make()
         return made[1]
 
-    def _file_order(self, epoch: int, num_files: int) -> np.ndarray:
-        return permutation(derive_key(*self._key, "files", epoch), num_files)
-
     def _open(self, listing: Listing, index: int, at: Cursor) -> formats.ShardFile | Fault | None:
         """Opens a file; gives None if it is left out, or why it is to be."""
         item = listing.objects[index]
@@ -215,7 +237,7 @@ class Blocks:
             return None
         try:
             return listing.file(
-                (index, self._column, self._format, self._condition),
+                self._file_key(index),
                 partial(_open, listing, item, self._column, self._format, self._where),
             )
         except FAULTS as error:
@@ -309,6 +331,10 @@ class Blocks:
             chained=False,
             fault=None,
         )
+
+
+_Found = tuple[int, Object, int, tuple[int, int]]
+"""A file's number and object, where it begins in the dataset's bytes, and the interval of those that the shard owns."""
 
 
 def _open(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ibm_nodes import listing_file
 from ibm_nodes.once import Once
-from ibm_nodes.storage import Object, Options, find, read, read_whole, write
+from ibm_nodes.storage import Object, Options, find, is_at_hand, read, read_whole, write
 
 T = TypeVar("T")
 
@@ -87,6 +87,10 @@ class Listing:
         opened: T = self._files.get(key, make)
         return opened
 
+    def opened(self, key: Any) -> Any:
+        """Gives what ``file`` has opened with that key, or None."""
+        return self._files.peek(key)
+
     def block(self, key: Any, make: Callable[[], T]) -> T:
         """Gives what ``make`` reads, once for all who hold it at the same time."""
         block: T = self._blocks.get(key, make)
@@ -113,6 +117,10 @@ class StoredObject:
     def __init__(self, listing: Listing, item: Object) -> None:
         self._listing, self._item = listing, item
         self.url, self.key, self.size = item.url, item.key, item.size
+
+    def is_at_hand(self, start: int, end: int) -> bool:
+        """Tells whether bytes [start, end) are in memory, and reading them takes no time to speak of."""
+        return is_at_hand(self._item, start, end)
 
     def read(self, start: int, end: int) -> bytes | bytearray:
         """Reads bytes [start, end), as the object was listed.

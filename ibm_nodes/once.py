@@ -29,6 +29,11 @@ class Once(Generic[T]):
         self._lock = threading.Lock()
         self._entries: OrderedDict[Any, list[Any]] = OrderedDict()
 
+    def peek(self, key: Any) -> T | None:
+        """Gives the value of a key if it was made, else None."""
+        entry = self._entries.get(key)
+        return None if entry is None else entry[1]()
+
     def get(self, key: Any, make: Callable[[], T]) -> T:
         """Gives the value of a key."""
         if self._process != os.getpid():

@@ -187,6 +187,7 @@ class Reader(Node[Any]):
         self._block: Block | None = None
         self._queue: deque[tuple[Cursor, Task[Loaded]]] = deque()
         self._depth = 1
+        self._near = False
         self._ask_at = 0
         self._ask()
 
@@ -275,7 +276,8 @@ class Reader(Node[Any]):
             raise StopIteration
         if self._queue and self._queue[0][0] != self._at:
             self._queue.clear()
-        late = not (self._queue and self._queue[0][1].done())
+        late = not (self._near or (self._queue and self._queue[0][1].done()))
+        self._near = False
         if not self._queue:
             self._queue.append((self._at, Task(partial(self._blocks.load, self._at))))
         block = self._result()
@@ -316,6 +318,9 @@ class Reader(Node[Any]):
             else:
                 cursor = self._following(self._at, self._block) if self._block else self._at
             if cursor is None or (self.epochs is not None and cursor.epoch >= self.epochs):
+                return
+            if self._block and self._blocks.is_at_hand(cursor):
+                self._near = not self._queue  # it is read when it is due
                 return
             size = self._block.size if self._block else FIRST_READ_BYTES
             queued = read_ahead(partial(self._blocks.load, cursor), size)

@@ -54,6 +54,14 @@ class ArrowFile:
         """Gives about how many bytes reading a block takes in memory."""
         return int(self.spans[block + 1] - self.spans[block])
 
+    def is_at_hand(self, block: int) -> bool:
+        """Tells whether a block is in memory and takes no decompression: it need not be read ahead."""
+        run = self._runs[block]
+        if not self._decoder.is_easy or self._dictionaries.size or run.num_parts > 1:
+            return False
+        first, last = self._batches[run.first], self._batches[run.last - 1]
+        return self._file.is_at_hand(int(first["offset"]), int(last["offset"] + last["metadata"] + last["body"]))
+
     def read(self, block: int) -> Lists:
         """Reads a block."""
         run = self._runs[block]

@@ -39,6 +39,9 @@ class BatchDecoder:
 
     A column of integer lists has a document in each row. In a column of integers each batch is a document.
 
+    Attributes:
+        is_easy: whether all batches so far were decoded side by side, without a copy of pyarrow's.
+
     Raises:
         LookupError, TypeError: if there is no such column, or it holds something else, or rows cannot be chosen.
     """
@@ -46,6 +49,7 @@ class BatchDecoder:
     def __init__(self, schema: pa.Schema, column: Columns, url: str, where: Where | None = None) -> None:
         self._schema, self._column, self._url, self._where = schema, column, url, where
         self._plan: _Plan | None = None
+        self.is_easy = where is None
         self._conditions = [] if where is None else where.columns(schema, url)
         if isinstance(column, tuple):
             check_columns(schema, column, url)
@@ -75,10 +79,12 @@ class BatchDecoder:
         if self._where is not None:
             return self._wanted(self._where, data, places, numbers, dictionaries)
         if self._plan is None or dictionaries:
+            self.is_easy = False
             return join(self._each(data, places, numbers, dictionaries))
         batches, easy = _side_by_side(data, places, self._plan)
         if easy.all():
             return self._plan.rows(data, batches, numbers)
+        self.is_easy = False
         parts, first = [], 0
         for is_easy, run in itertools.groupby(easy.tolist()):
             last = first + len(list(run))
