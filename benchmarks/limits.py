@@ -109,7 +109,8 @@ async def _read_ranges(prefixes: Sequence[str], storage_options: dict[str, objec
     async def work() -> None:
         nonlocal total
         for path, begin, stop in ranges:
-            total += len(await fs._cat_file(path, start=begin, end=stop))
+            data = await fs._cat_file(path, start=begin, end=stop)
+            total += len(data)
 
     workers = [asyncio.create_task(work()) for _ in range(IN_FLIGHT)]
     while total < IN_FLIGHT * RANGE_BYTES / 2:  # until all connections are there

@@ -1,4 +1,4 @@
-"""The graph that the benchmarks run: reads, mixes by weight, packs, shuffles and collates, on one rank; and its rate."""
+"""The loader that the benchmarks run, which reads, mixes, packs, shuffles and collates on one rank; and its rate."""
 
 import functools
 import time

@@ -49,7 +49,7 @@ def proxy(server: str) -> Iterator[tuple[str, Callable[[float], None]]]:
 
 def upload(urls: dict[str, str], bucket: str, storage_options: dict[str, object]) -> dict[str, str]:
     """Copies datasets into a bucket, some files at a time; gives their prefixes there."""
-    filesystem = s3fs.S3FileSystem(skip_instance_cache=True, **client_options(storage_options))
+    filesystem = s3fs.S3FileSystem(**client_options(storage_options))
     prefixes = {}
     for name, url in urls.items():
         folder = pathlib.Path(url.removeprefix("file://"))

@@ -1,11 +1,14 @@
 """The benchmarks run, at a small size, and measure what they say."""
 
+import importlib
 import json
 import pathlib
 import subprocess
 import sys
 
 import pytest
+
+from ibm_nodes import Loader, Reader
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
@@ -29,31 +32,95 @@ def test_saves_gives_the_time_blocked_beside_a_loop_that_goes_on(s3, tmp_path):
     assert saves["latest"] == saves["saves"]
 
 
-def test_throughput_prints_a_rate_for_every_run(tmp_path):
-    arguments = [
-        "--tokens",
-        "300000",
-        "--num-shards",
-        "4",
-        "--seconds",
-        "0.1",
-        "--rounds",
-        "1",
-        "--directory",
-        str(tmp_path),
-    ]
-    results = run("throughput.py", *arguments)
-    assert {entry["run"] for entry in results[:-1]} >= {
-        "numpy loop over Arrow",
-        "Arrow",
-        "Arrow, best fit",
-        "Arrow, Prefetcher",
-        "Parquet",
+SMALL = ["--tokens", 300_000, "--seconds", 0.1, "--rounds", 1]
+
+
+def check_rates(results):
+    """Every run has a rate, and a ratio to the run that it is compared with."""
+    *runs, totals = results
+    rates = {entry["run"]: entry["million_tokens_per_second"] for entry in runs}
+    assert len(rates) == len(runs) and min(rates.values()) > 0
+    for entry in runs:
+        if "base" in entry:
+            assert entry["ratio"] == pytest.approx(rates[entry["run"]] / rates[entry["base"]], rel=0.02, abs=0.01)
+    assert totals["peak_mib"] > 0
+    return {entry["run"]: entry.get("base") for entry in runs}, rates, totals
+
+
+def test_throughput_of_files_is_given_beside_the_limit_of_each_layout(tmp_path):
+    groups = ["arrow", "parquet", "ibm", "shards", "datasets"]
+    results = run("throughput.py", *SMALL, "--only", *groups, "--num-shards", 4, 16, "--directory", tmp_path)
+    bases, rates, totals = check_rates(results)
+    packing, decoding, batches = "numpy loop over Arrow", "decoding Parquet", "record batches, IBM layout"
+    assert bases == {
+        packing: None,
+        "Arrow": packing,
+        "Arrow, best fit": packing,
+        "Arrow, Prefetcher": packing,
+        decoding: None,
+        "Parquet": decoding,
+        "Parquet, Prefetcher": decoding,
+        batches: None,
+        "IBM layout": batches,
+        "IBM layout, Prefetcher": batches,
+        "Arrow, 4 logical shards": "Arrow, 16 logical shards",
+        "Arrow, 16 logical shards": "Arrow, 16 logical shards",
+        **{f"Arrow, {number} datasets": "Arrow, 3 datasets" for number in (1, 3, 20)},
     }
-    assert all(entry["million_tokens_per_second"] > 0 for entry in results[:-1])
-    rates = {entry["run"]: entry["million_tokens_per_second"] for entry in results[:-1]}
-    assert results[-1]["best_fit_of_concat"] == pytest.approx(rates["Arrow, best fit"] / rates["Arrow"], rel=0.01)
-    assert results[-1]["peak_mib"] > 0 and results[-1]["get_state_milliseconds"] > 0
+    assert totals["best_fit_of_concat"] == pytest.approx(rates["Arrow, best fit"] / rates["Arrow"], rel=0.01)
+    assert totals["get_state_milliseconds"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [
+        "arrow",
+        *(f"arrow-{number}" for number in (1, 20, 3)),
+        "ibm",
+        "parquet",
+    ]
+
+
+def test_throughput_of_text_is_given_beside_the_tokenizer_alone(tmp_path):
+    results = run("throughput.py", *SMALL, "--only", "text", "--num-shards", 2, "--directory", tmp_path)
+    bases, _, _ = check_rates(results)
+    alone = "encode_batch"
+    assert bases == {alone: None, "encode_batch_fast": alone, "text": alone, "text, Prefetcher": alone}
+
+
+def test_throughput_of_s3_is_given_beside_raw_reads_of_the_same_objects(s3, tmp_path):
+    size = [*SMALL, "--num-shards", 4, "--directory", tmp_path]
+    bases, _, _ = check_rates(run("throughput.py", *size, "--only", "s3", "latency"))
+    expected = {}
+    for form in ("Arrow", "Parquet"):
+        base = f"GETs of {form}"
+        expected |= {base: None, f"{form}, S3": base, f"{form}, S3, Prefetcher": base}
+        for where in (f"{form}, S3 behind 0 ms", f"{form}, S3 behind 30 ms"):
+            expected |= {f"GETs of {where}": None, f"{where}, Prefetcher": f"GETs of {where}"}
+    assert bases == expected
+
+
+def test_every_layout_has_the_same_documents(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    corpus = importlib.import_module("corpus")
+    layouts = ["arrow", "parquet", "ibm"]
+    urls = corpus.build(tmp_path, num_tokens=50_000, layouts=layouts, tokens_per_file=7_000)
+    found = {}
+    for layout in layouts:
+        for name, url in urls[layout].items():
+            with Loader(Reader(url, name=name, shard=0, num_shards=1, seed=0, epochs=1)) as loader:
+                found.setdefault(name, []).append(sorted(tuple(document.tokens.tolist()) for document in loader))
+    for name, (arrow, parquet, ibm) in found.items():
+        assert arrow == parquet == ibm
+        assert 0.7 < sum(map(len, arrow)) / (50_000 * corpus.WEIGHTS[name]) < 1.1
+
+
+def test_a_cut_of_the_corpus_has_each_file_once(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    corpus = importlib.import_module("corpus")
+    corpus.build(tmp_path, num_tokens=50_000, layouts=["arrow"], tokens_per_file=3_000)
+    files = sorted(path.read_bytes() for path in (tmp_path / "arrow").rglob("*.arrow"))
+    for number in (1, 3, 5):
+        urls = corpus.cut(tmp_path, number)
+        assert len(urls) == number
+        folders = [pathlib.Path(url.removeprefix("file://")) for url in urls.values()]
+        assert sorted(path.read_bytes() for folder in folders for path in folder.iterdir()) == files
 
 
 def test_latency_of_store_gives_the_rate_behind_a_latency_as_a_share_of_that_without(s3, tmp_path):
