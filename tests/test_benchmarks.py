@@ -133,3 +133,21 @@ def test_latency_of_store_gives_the_rate_behind_a_latency_as_a_share_of_that_wit
         assert entry["latency_ms"] == 30
         assert entry["without"] > 0 and entry["delayed"] > 0
         assert abs(entry["ratio"] - entry["delayed"] / entry["without"]) < 0.05 * entry["ratio"]
+
+
+def test_latency_gives_waits_and_what_loading_costs_the_threads_of_a_trainer(s3, tmp_path):
+    size = ["--tokens", 300_000, "--num-shards", 4, "--seconds", 1, "--spin-seconds", 0.4, "--rounds", 1]
+    waits, spinner = run("latency.py", *size, "--batch-ms", 20, "--directory", tmp_path)
+    assert (waits["run"], spinner["run"]) == ("waits", "spinner")
+    assert waits["batches"] == 50 and 25 < waits["batches_per_second"] <= 50.5
+    assert 0 < waits["p50_ms"] <= waits["p99_ms"] <= waits["max_ms"]
+    assert 0 < waits["waited_share"] < 1
+    assert waits["peak_mib"] > 100  # of the process that has the loader: torch alone takes more
+    turns, rates = spinner["turns_per_second"], spinner["batches_per_second"]
+    assert list(turns) == ["alone", "batches in this process", "batches in another process"]
+    assert min(turns.values()) > 1000
+    assert rates["batches in another process"] == 50
+    assert rates["batches in this process"] == pytest.approx(50, abs=5)
+    alone, here, there = turns.values()
+    assert spinner["slowed_by_this_process"] == pytest.approx(alone / here - 1, abs=0.01)
+    assert spinner["beyond_another_process"] == pytest.approx(there / here - 1, abs=0.01)
