@@ -38,7 +38,7 @@ def consume(batches: Iterator[object], seconds: float, every: float) -> dict[str
     waits = []
     began = time.perf_counter()
     for number in range(round(seconds / every)):
-        time.sleep(max(0.0, began + number * every - time.perf_counter()))
+        time.sleep(max(0.0, began + (number + 1) * every - time.perf_counter()))
         asked = time.perf_counter()
         next(batches)
         waits.append(time.perf_counter() - asked)

@@ -151,3 +151,18 @@ def test_latency_gives_waits_and_what_loading_costs_the_threads_of_a_trainer(s3,
     alone, here, there = turns.values()
     assert spinner["slowed_by_this_process"] == pytest.approx(alone / here - 1, abs=0.01)
     assert spinner["beyond_another_process"] == pytest.approx(there / here - 1, abs=0.01)
+
+
+def test_resume_gives_the_time_to_the_first_batch_fresh_and_at_every_position(s3, tmp_path):
+    size = ["--tokens-per-file", 3000, "--num-shards", 8, "--seconds", 0.5, "--rounds", 1, "--directory", tmp_path]
+    *starts, saves = run("resume.py", "--files", 50, *size)
+    assert [entry["run"] for entry in starts] == ["fresh", "early", "middle of an epoch", "third epoch"]
+    assert [entry["step"] for entry in starts] == [0, 1, 2, 11]  # batches of 32,768 tokens, of 150,000 an epoch
+    for entry in starts:
+        assert entry["files"] == 50
+        assert entry["first_batch_seconds"] > 0 and entry["start_up_seconds"] > 0
+        fresh = starts[0]["first_batch_seconds"]
+        assert entry["ratio"] == pytest.approx(entry["first_batch_seconds"] / fresh, rel=0.02)
+    assert (saves["run"], saves["files"]) == ("saves", 50)
+    assert saves["saves"] > 1 and saves["saves_per_second"] > 0
+    assert 0 < saves["state_dict_ms"] and 0 < saves["save_ms"]
