@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import corpus
 import numpy as np
 import pipeline
-import s3_server
+from s3_server import proxy, upload
 
 from ibm_nodes import Loader, Reader
 from ibm_nodes.recipes import object_store
@@ -65,11 +65,11 @@ def main() -> None:
     )
     args = parser.parse_args()
     files = corpus.build(args.directory, num_tokens=args.tokens)
-    with object_store.serve(args.directory) as store, s3_server.proxy(store.endpoint) as (endpoint, set_latency):
+    with object_store.serve(args.directory) as store, proxy(store.endpoint) as (endpoint, set_latency):
         bucket = object_store.make_bucket(store.storage_options, "latency")
         options = {**store.storage_options, "endpoint_url": endpoint}
         for form in files:
-            urls = s3_server.upload(files[form], bucket, store.storage_options)
+            urls = upload(files[form], bucket, store.storage_options)
             runs = {
                 f"{form}, one stream": functools.partial(one_stream, urls, options),
                 f"{form}, batches": functools.partial(batches, urls, options, args.num_shards),

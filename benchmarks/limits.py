@@ -1,6 +1,6 @@
 """The least that a loader has to do, as tight loops: what its rate is compared with.
 
-Nothing of it could be resumed or rescaled. Each yields numbers of tokens, or gives their rate.
+Nothing of it could be resumed or rescaled.
 """
 
 import asyncio
@@ -63,13 +63,8 @@ def _closed_batches(url: str) -> Iterator[np.ndarray]:
             yield closed
 
 
-def count_packed(urls: dict[str, str]) -> Iterator[int]:
-    """Yields numbers of tokens of ``pack``."""
-    return (batch.size for batch in pack(urls))
-
-
 def get_record_batches(urls: dict[str, str]) -> Iterator[int]:
-    """Has pyarrow give all record batches of IBM's layout, one by one, out of a memory map."""
+    """Has pyarrow give the record batches of IBM's layout, one by one, from a memory map; yields numbers of tokens."""
     for path in itertools.cycle(_files(*urls.values())):
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         for number in range(reader.num_record_batches):
@@ -77,7 +72,10 @@ def get_record_batches(urls: dict[str, str]) -> Iterator[int]:
 
 
 def decode_row_groups(urls: dict[str, str]) -> Iterator[int]:
-    """Has pyarrow decode all Parquet files, a row group at a time, in one thread, and looks at each token."""
+    """Has pyarrow decode all Parquet files, a row group at a time, in one thread; yields numbers of tokens.
+
+    It looks at each token.
+    """
     for path in itertools.cycle(_files(*urls.values())):
         with pq.ParquetFile(path, memory_map=True) as file:
             for number in range(file.num_row_groups):
@@ -127,7 +125,7 @@ async def _read_ranges(prefixes: Sequence[str], storage_options: dict[str, objec
 
 
 def encode(urls: dict[str, str], tokenizer: str, *, fast: bool) -> Iterator[int]:
-    """Has ``tokenizers`` encode the texts in large batches.
+    """Has ``tokenizers`` encode the texts in large batches; yields numbers of tokens.
 
     Args:
         urls: JSON lines by dataset.

@@ -51,8 +51,13 @@ def batcher(
     return Batcher(sharder(urls, num_shards, strategy, storage_options, **more), batch_size=BATCH_SIZE, collate=collate)
 
 
-def rate(counts: Iterator[int], seconds: float, num_first: int = 8) -> float:
-    """Gives million tokens a second over ``seconds``, after those of the first items."""
+def rate(batches: Iterator[object], seconds: float, num_first: int = 8) -> float:
+    """Gives million tokens a second over ``seconds``, after the first batches."""
+    return count_rate((BATCH_SIZE * SEQ_LEN for _ in batches), seconds, num_first)
+
+
+def count_rate(counts: Iterator[int], seconds: float, num_first: int = 8) -> float:
+    """Gives the same of what yields numbers of tokens."""
     for _ in range(num_first):
         next(counts)
     began, total = time.perf_counter(), 0
@@ -67,8 +72,7 @@ def rate_of_loader(
     """Gives million tokens a second of a new loader, once all shuffle buffers are full."""
     node = batcher(urls, num_shards, **more)
     with Loader(Prefetcher(node, prefetch_factor=PREFETCH_FACTOR) if prefetch else node) as loader:
-        counts = (BATCH_SIZE * SEQ_LEN for _ in loader)
-        return rate(counts, seconds, max(8, -(-num_shards // BATCH_SIZE)))
+        return rate(iter(loader), seconds, max(8, -(-num_shards // BATCH_SIZE)))
 
 
 def get_state_milliseconds(urls: dict[str, str], num_shards: int) -> float:

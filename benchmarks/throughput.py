@@ -35,7 +35,7 @@ import limits
 import numpy as np
 import pyarrow as pa
 import s3_server
-from pipeline import BATCH_SIZE, get_state_milliseconds, rate, rate_of_loader
+from pipeline import BATCH_SIZE, count_rate, get_state_milliseconds, rate, rate_of_loader
 
 import ibm_nodes
 from ibm_nodes.recipes import object_store
@@ -67,7 +67,7 @@ def loader_run(*arguments: object, base: str | None, **more: object) -> Run:
 
 def limit_run(make: Callable[..., Iterator[int]], *arguments: object, base: str | None = None, **more: object) -> Run:
     """Makes a run of a limit, that yields numbers of tokens."""
-    return Run(lambda seconds: rate(make(*arguments, **more), seconds), base)
+    return Run(lambda seconds: count_rate(make(*arguments, **more), seconds), base)
 
 
 def local_urls(args: argparse.Namespace, layout: str) -> dict[str, str]:
@@ -79,7 +79,7 @@ def arrow_runs(args: argparse.Namespace, stack: contextlib.ExitStack) -> Runs:
     """Local Arrow beside the numpy loop."""
     urls, base = local_urls(args, "arrow"), "numpy loop over Arrow"
     return {
-        base: limit_run(limits.count_packed, urls),
+        base: Run(lambda seconds: rate(limits.pack(urls), seconds)),
         "Arrow": loader_run(urls, args.num_shards[0], base=base),
         "Arrow, best fit": loader_run(urls, args.num_shards[0], base=base, strategy="best_fit"),
         "Arrow, Prefetcher": loader_run(urls, args.num_shards[0], base=base, prefetch=True),

@@ -3,6 +3,7 @@
 import importlib
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -13,11 +14,22 @@ from ibm_nodes import Loader, Reader
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
 
-def run(name, *arguments):
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """Has the benchmarks' modules importable for a test."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    yield
+    for name in set(sys.modules) - before:
+        if pathlib.Path(getattr(sys.modules[name], "__file__", None) or "").parent == BENCHMARKS:
+            del sys.modules[name]
+
+
+def run(name, *arguments, code=0):
     command = [sys.executable, "-P", str(BENCHMARKS / name), *map(str, arguments)]
     environment = {"PYTHONPATH": f"{BENCHMARKS}:{':'.join(path for path in sys.path if path)}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == code, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -96,8 +108,7 @@ def test_throughput_of_s3_is_given_beside_raw_reads_of_the_same_objects(s3, tmp_
     assert bases == expected
 
 
-def test_every_layout_has_the_same_documents(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def test_every_layout_has_the_same_documents(benchmarks, tmp_path):
     corpus = importlib.import_module("corpus")
     layouts = ["arrow", "parquet", "ibm"]
     urls = corpus.build(tmp_path, num_tokens=50_000, layouts=layouts, tokens_per_file=7_000)
@@ -111,8 +122,7 @@ def test_every_layout_has_the_same_documents(tmp_path, monkeypatch):
         assert 0.7 < sum(map(len, arrow)) / (50_000 * corpus.WEIGHTS[name]) < 1.1
 
 
-def test_a_cut_of_the_corpus_has_each_file_once(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def test_a_cut_of_the_corpus_has_each_file_once(benchmarks, tmp_path):
     corpus = importlib.import_module("corpus")
     corpus.build(tmp_path, num_tokens=50_000, layouts=["arrow"], tokens_per_file=3_000)
     files = sorted(path.read_bytes() for path in (tmp_path / "arrow").rglob("*.arrow"))
@@ -166,3 +176,52 @@ def test_resume_gives_the_time_to_the_first_batch_fresh_and_at_every_position(s3
     assert (saves["run"], saves["files"]) == ("saves", 50)
     assert saves["saves"] > 1 and saves["saves_per_second"] > 0
     assert 0 < saves["state_dict_ms"] and 0 < saves["save_ms"]
+
+
+def test_check_compares_shares_with_the_baseline_and_fails_where_one_fell(s3, tmp_path):
+    size = ["--tokens", 300_000, "--seconds", 0.1, "--rounds", 1, "--num-shards", 4, "--batches", 0]
+    baseline = tmp_path / "baseline.json"
+    size += ["--directory", tmp_path, "--baseline", baseline]
+    new = run("check.py", *size, "--update")
+    kept = json.loads(baseline.read_text())
+    assert kept == {entry["name"]: entry["now"] for entry in new}
+    assert list(kept) == ["arrow_of_numpy", "s3_of_gets"] and min(kept.values()) > 0
+    assert not any(entry["worse"] for entry in new)
+    baseline.write_text(json.dumps({"arrow_of_numpy": 1e-6, "s3_of_gets": 1e6, "instructions_per_token": 5.0}))
+    before = baseline.read_text()
+    fine, fell = run("check.py", *size, code=1)
+    assert not fine["worse"] and fine["change"] > 1
+    assert fell["worse"] and fell["change"] == pytest.approx(-1, abs=0.01)
+    assert baseline.read_text() == before
+
+
+def test_check_takes_fewer_instructions_and_greater_shares_for_better(benchmarks):
+    check = importlib.import_module("check")
+    tolerance = {"arrow_of_numpy": 0.25, "s3_of_gets": 0.25, "instructions_per_token": 0.05}
+
+    def worse(**measured):
+        baseline = {"arrow_of_numpy": 0.4, "s3_of_gets": 0.5, "instructions_per_token": 100.0}
+        return [entry.name for entry in check.compare(baseline, measured, tolerance) if entry.worse]
+
+    assert worse(arrow_of_numpy=0.31, s3_of_gets=5.0, instructions_per_token=104.0) == []
+    assert worse(arrow_of_numpy=0.29, s3_of_gets=0.36) == ["arrow_of_numpy", "s3_of_gets"]
+    assert worse(instructions_per_token=106.0) == ["instructions_per_token"]
+    assert worse(instructions_per_token=50.0) == []
+    assert check.compare({}, {"arrow_of_numpy": 0.1}, tolerance) == [("arrow_of_numpy", None, 0.1, None, False)]
+
+
+def test_the_committed_baseline_has_all_that_check_measures(benchmarks):
+    check = importlib.import_module("check")
+    kept = json.loads((BENCHMARKS / "baseline.json").read_text())
+    assert set(kept) == {*check.SHARES, check.INSTRUCTIONS} and min(kept.values()) > 0
+
+
+@pytest.mark.slow
+def test_instructions_are_those_of_the_batches_beyond_the_imports(benchmarks, tmp_path, monkeypatch):
+    if shutil.which("valgrind") is None:
+        pytest.skip("needs valgrind")
+    check = importlib.import_module("check")
+    monkeypatch.setenv("PYTHONPATH", ":".join(path for path in sys.path if path))
+    few, more = check.count_instructions(50, tmp_path), check.count_instructions(100, tmp_path)
+    assert 1 < few < 1000  # an import of torch alone takes 5e9: 3000 a token of 50 batches
+    assert few == pytest.approx(more, rel=0.2)
