@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--num-shards", type=int, default=[64], nargs=1)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batches", type=int, default=400, help="of which instructions are counted; 0 leaves them out")
+    parser.add_argument("--batches", type=int, default=100, help="of which instructions are counted; 0 leaves them out")
     parser.add_argument(
         "--directory", type=pathlib.Path, default=pathlib.Path(tempfile.gettempdir()) / "ibm_nodes-check"
     )

@@ -235,7 +235,7 @@ def show(runs: Runs, medians: dict[str, float]) -> None:
         compared = f"{ratio:8.2f} of {run.base}" if run.base else ""
         print(f"{name:42} {medians[name]:8.1f} M tokens/s {compared}")
     for name, run in runs.items():
-        result: dict[str, object] = {"run": name, "million_tokens_per_second": round(medians[name], 2)}
+        result: dict[str, object] = {"run": name, "million_tokens_per_second": round(medians[name], 4)}
         if run.base:
             result |= {"base": run.base, "ratio": round(medians[name] / medians[run.base], 3)}
         print(json.dumps(result))

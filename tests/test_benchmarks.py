@@ -28,7 +28,7 @@ def benchmarks(monkeypatch):
 def run(name, *arguments, code=0):
     command = [sys.executable, "-P", str(BENCHMARKS / name), *map(str, arguments)]
     environment = {"PYTHONPATH": f"{BENCHMARKS}:{':'.join(path for path in sys.path if path)}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode == code, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
