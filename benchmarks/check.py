@@ -18,6 +18,7 @@ import os
 import pathlib
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -50,14 +51,14 @@ class Moved(NamedTuple):
 
 
 def measure_shares(args: argparse.Namespace) -> dict[str, float]:
-    """Measures the rates that are shares of a limit."""
+    """Measures the rates that are shares of a limit; gives medians of the shares in each round."""
     with contextlib.ExitStack() as stack:
         runs = throughput.arrow_runs(args, stack) | throughput.s3_runs(args, stack)
         wanted = {name for run in SHARES.values() for name in (run, runs[run].base)}
-        medians = throughput.take_turns(
-            {name: run for name, run in runs.items() if name in wanted}, args.rounds, args.seconds
-        )
-    return {name: round(medians[run] / medians[runs[run].base], 4) for name, run in SHARES.items()}
+        runs = {name: run for name, run in runs.items() if name in wanted}
+        rounds = [throughput.take_turns(runs, 1, args.seconds) for _ in range(args.rounds)]
+    shares = {name: [rates[run] / rates[runs[run].base] for rates in rounds] for name, run in SHARES.items()}
+    return {name: round(statistics.median(values), 4) for name, values in shares.items()}
 
 
 def count_instructions(num_batches: int, directory: pathlib.Path) -> float:
