@@ -7,71 +7,23 @@ and without, in turns. Prints JSON lines: medians in million tokens a second, an
 """
 
 import argparse
-import contextlib
 import functools
 import itertools
 import json
-import multiprocessing
 import pathlib
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import corpus
-import fsspec
 import numpy as np
-import throughput
+import pipeline
+from s3_server import proxy, upload
 
 from ibm_nodes import Loader, Reader
 from ibm_nodes.recipes import object_store
 
-TESTS = pathlib.Path(__file__).resolve().parent.parent / "tests"
 SETTLE_SECONDS = 0.7
-
-
-def _serve(server: str, pipe: object) -> None:
-    sys.path.insert(0, str(TESTS))
-    import fault_proxy
-
-    seconds = 0.0
-    with fault_proxy.FaultProxy(server) as proxy:
-        proxy.spoil((fault_proxy.Fault(delay=seconds) for _ in itertools.count()), lambda request: True)
-        pipe.send(proxy.endpoint)
-        while (seconds := pipe.recv()) is not None:
-            proxy.requests.clear()
-            pipe.send(None)
-
-
-@contextlib.contextmanager
-def proxy(server: str) -> Iterator[tuple[str, Callable[[float], None]]]:
-    """Serves a proxy in a process of its own; gives its address, and what sets the latency in seconds."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(server, theirs))
-    process.start()
-
-    def set_latency(seconds: float) -> None:
-        ours.send(seconds)
-        ours.recv()
-
-    try:
-        yield ours.recv(), set_latency
-    finally:
-        ours.send(None)
-        process.join()
-
-
-def upload(urls: dict[str, str], bucket: str, storage_options: dict[str, object]) -> dict[str, str]:
-    """Copies datasets into a bucket; gives their prefixes there."""
-    filesystem = fsspec.filesystem("s3", skip_instance_cache=True, **storage_options)
-    prefixes = {}
-    for name, url in urls.items():
-        folder = pathlib.Path(url.removeprefix("file://"))
-        prefixes[name] = f"{bucket}{folder.parent.name}/{name}/"
-        for path in sorted(folder.iterdir()):
-            filesystem.pipe_file(f"{prefixes[name]}{path.name}", path.read_bytes())
-    return prefixes
 
 
 def one_stream(urls: dict[str, str], storage_options: dict[str, object]) -> Iterator[int]:
@@ -80,13 +32,13 @@ def one_stream(urls: dict[str, str], storage_options: dict[str, object]) -> Iter
     reader = Reader(url, name=name, shard=0, num_shards=1, storage_options=storage_options)
     reader.reset()
     while True:
-        yield sum(len(document.tokens) for document in reader.draw(throughput.SEQ_LEN, extra=1))
+        yield sum(len(document.tokens) for document in reader.draw(pipeline.SEQ_LEN, extra=1))
 
 
 def batches(urls: dict[str, str], storage_options: dict[str, object], num_shards: int) -> Iterator[int]:
     """Reads, mixes, packs, shuffles and collates all datasets in many logical shards; yields numbers of tokens."""
-    for _ in Loader(throughput.batcher(urls, num_shards, storage_options=storage_options)):
-        yield throughput.BATCH_SIZE * throughput.SEQ_LEN
+    for _ in Loader(pipeline.batcher(urls, num_shards, storage_options=storage_options)):
+        yield pipeline.BATCH_SIZE * pipeline.SEQ_LEN
 
 
 def rate(counts: Iterator[int], seconds: float, settle: float) -> float:

@@ -8,50 +8,20 @@ batches. Prints JSON.
 """
 
 import argparse
-import contextlib
-import itertools
 import json
-import multiprocessing
 import pathlib
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 
 import corpus
 import numpy as np
-import throughput
+import pipeline
+import s3_server
 
 from ibm_nodes import Loader, Prefetcher, checkpoint
 from ibm_nodes.recipes import object_store
 
-TESTS = pathlib.Path(__file__).resolve().parent.parent / "tests"
 KEEP = 3
-
-
-def _delay(server: str, seconds: float, pipe: object) -> None:
-    sys.path.insert(0, str(TESTS))
-    import fault_proxy
-
-    with fault_proxy.FaultProxy(server) as proxy:
-        fault = fault_proxy.Fault(delay=seconds)
-        proxy.spoil(itertools.repeat(fault), lambda request: True)
-        pipe.send(proxy.endpoint)
-        pipe.recv()
-
-
-@contextlib.contextmanager
-def delayed(server: str, seconds: float) -> Iterator[str]:
-    """Serves a proxy in a process of its own; gives its address."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_delay, args=(server, seconds, theirs))
-    process.start()
-    try:
-        yield ours.recv()
-    finally:
-        ours.send("stop")
-        process.join()
 
 
 def milliseconds(times: list[float]) -> dict[str, float]:
@@ -63,10 +33,10 @@ def milliseconds(times: list[float]) -> dict[str, float]:
 def measure_get_state(urls: dict[str, str], num_shards: int, rounds: int) -> dict[str, float]:
     """Times ``loader.root.state_dict()`` when every logical shard has moved since the last."""
     times = []
-    with Loader(Prefetcher(throughput.batcher(urls, num_shards), prefetch_factor=4)) as loader:
+    with Loader(Prefetcher(pipeline.batcher(urls, num_shards), prefetch_factor=4)) as loader:
         batches = iter(loader)
         for _ in range(rounds):
-            for _ in range(-(-num_shards // throughput.BATCH_SIZE)):
+            for _ in range(-(-num_shards // pipeline.BATCH_SIZE)):
                 next(batches)
             time.sleep(0.01)  # until the batches ahead are ready
             began = time.perf_counter()
@@ -80,9 +50,9 @@ def measure_saves(
 ) -> dict[str, object]:
     """Times ``save`` beside a loop that consumes batches."""
     blocked, worked, num_batches, num_late = [], [], 0, 0
-    with Loader(Prefetcher(throughput.batcher(urls, num_shards), prefetch_factor=4)) as loader:
+    with Loader(Prefetcher(pipeline.batcher(urls, num_shards), prefetch_factor=4)) as loader:
         batches = iter(loader)
-        for _ in range(2 * num_shards // throughput.BATCH_SIZE):  # until all buffers are full
+        for _ in range(2 * num_shards // pipeline.BATCH_SIZE):  # until all buffers are full
             next(batches)
         future = checkpoint.save(loader, url, step=0, keep=KEEP, storage_options=storage_options)
         future.result()
@@ -130,7 +100,8 @@ def main() -> None:
     args = parser.parse_args()
     urls = corpus.build(args.directory, num_tokens=args.tokens)["arrow"]
     print(json.dumps({"run": "get_state", **measure_get_state(urls, args.num_shards, args.rounds)}))
-    with object_store.serve(args.directory) as store, delayed(store.endpoint, args.latency_ms / 1e3) as endpoint:
+    with object_store.serve(args.directory) as store, s3_server.proxy(store.endpoint) as (endpoint, set_latency):
+        set_latency(args.latency_ms / 1e3)
         bucket = object_store.make_bucket(store.storage_options, "saves")
         options = {**store.storage_options, "endpoint_url": endpoint}
         print(json.dumps({"run": "save", **measure_saves(urls, args.num_shards, f"{bucket}run", options, args)}))
