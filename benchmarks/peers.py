@@ -23,9 +23,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import corpus
-import latency_of_store
 import numpy as np
-import throughput
+import pipeline
+import s3_server
 import torch
 from peer_loaders import BATCH_SIZE, PEERS, SEQ_LEN, Options, Urls
 
@@ -37,7 +37,7 @@ OURS = "ibm_nodes"
 
 def ibm_nodes(urls: Urls, storage_options: Options = None, num_shards: int = 64) -> Iterator[torch.Tensor]:
     """Reads, mixes, packs, shuffles and batches in many logical shards."""
-    for batch in Loader(throughput.batcher(urls, num_shards, storage_options=storage_options)):
+    for batch in Loader(pipeline.batcher(urls, num_shards, storage_options=storage_options)):
         yield batch["input_ids"]
 
 
@@ -48,7 +48,7 @@ def _serve(load: Callable[[], Iterator[torch.Tensor]], pipe: Connection) -> None
     assert (batch.shape, batch.dtype) == ((BATCH_SIZE, SEQ_LEN), torch.int64)
     pipe.send("begun")
     while (seconds := pipe.recv()) is not None:
-        pipe.send(throughput.rate(batches, seconds))
+        pipe.send(pipeline.rate(batches, seconds))
     status = pathlib.Path("/proc/self/status").read_text()  # ru_maxrss would count what the parent had at the start
     pipe.send(int(status.split("VmHWM:")[1].split()[0]) / 1024)
 
@@ -94,7 +94,7 @@ def packed(name: str, urls: Urls, root: pathlib.Path) -> Urls:
     pack, directory = PEERS[name].pack, root / name
     if pack is None:
         return urls
-    stamp, settings = directory / "corpus.json", (root / "corpus.json").read_text()
+    stamp, settings = directory / "corpus.json", (root / f"{PEERS[name].form}.json").read_text()
     directories = {dataset: str(directory / dataset) for dataset in urls}
     if not stamp.exists() or stamp.read_text() != settings:
         shutil.rmtree(directory, ignore_errors=True)
@@ -157,7 +157,7 @@ def main() -> None:
             store = stack.enter_context(object_store.serve(args.directory))
             options = store.storage_options
             bucket = object_store.make_bucket(options, "peers")
-            urls = {"arrow": latency_of_store.upload(urls["arrow"], bucket, options)}
+            urls = {"arrow": s3_server.upload(urls["arrow"], bucket, options)}
         loads = {
             f"{OURS}, {form}": functools.partial(ibm_nodes, urls[form], options, args.num_shards)
             for form in dict.fromkeys(PEERS[name].form for name in versions)
