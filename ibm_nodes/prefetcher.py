@@ -82,11 +82,14 @@ class Prefetcher(Node[T]):
             self._worker = _Worker(self.source, self.prefetch_factor, pin)
             # Stops the thread when this node is collected; the thread itself must not refer to the node.
             self._finalizer = weakref.finalize(self, self._worker.stop)
-        began = time.perf_counter()
         worker = self._worker  # another thread may close the node in the meantime
         item: T
-        item, taken, error = worker.get()
-        self.waited_seconds += time.perf_counter() - began
+        if worker.is_ready():
+            item, taken, error = worker.get()
+        else:
+            began = time.perf_counter()
+            item, taken, error = worker.get()
+            self.waited_seconds += time.perf_counter() - began
         if error is None:
             worker.spent.append(self._taken)
             self._taken = taken
@@ -153,6 +156,9 @@ class _Worker:
             daemon=True,
         )
         self._thread.start()
+
+    def is_ready(self) -> bool:
+        return not self._results.empty()
 
     def get(self) -> "_Result":
         if self._results.empty() and not self._thread.is_alive() and self._results.empty():
