@@ -10,7 +10,7 @@ import numpy as np
 from ibm_nodes.items import Sample
 from ibm_nodes.runs import Run, Runs, columns, joined, split
 
-CUT_TOKENS = 1 << 16
+CUT_TOKENS = 1 << 17
 """Samples are cut together as long as they have no more tokens: steps for many cost little each."""
 
 

@@ -29,6 +29,12 @@ SMALL = ["--seq-len", str(SEQ_LEN), "--eos-id", "2", "--global-batch-size", str(
 
 
 @pytest.fixture
+def no_progress(monkeypatch):
+    """Lines of progress come after a second, which a busy machine may take for the shortest run."""
+    monkeypatch.setattr(progress, "FIRST_LINE_SECONDS", 1e9)
+
+
+@pytest.fixture
 def fails(ibm_nodes):
     """Runs a command that must fail with one sentence on stderr and nothing else; gives the sentence."""
 
@@ -289,7 +295,7 @@ def test_reads_numbers_with_letters(text, value):
 # Runs
 
 
-def test_a_run_of_some_steps_gives_their_numbers(ibm_nodes, data):
+def test_a_run_of_some_steps_gives_their_numbers(ibm_nodes, data, no_progress):
     code, out, error = ibm_nodes("run", "pretrain", *data, "--steps", 40, "--json")
     assert (code, error) == (0, "")
     found = json.loads(out)
@@ -507,7 +513,7 @@ def test_bad_weights(fails, data, changes, message):
 
 
 @pytest.mark.parametrize("weights", [["web=0", "code=3"], ["web=30", "code=20"]], ids=str)
-def test_a_weight_of_zero_and_any_sum_are_fine(ibm_nodes, data, weights):
+def test_a_weight_of_zero_and_any_sum_are_fine(ibm_nodes, data, weights, no_progress):
     given = [part for weight in weights for part in ("--weight", weight)]
     code, out, error = ibm_nodes("run", "pretrain", *data[:4], *data[8:], *given, "--steps", 20, "--json")
     assert (code, error) == (0, "")
