@@ -34,6 +34,24 @@ class Items(BaseNode):
         return {"position": self.position}
 
 
+class PassedOn(BaseNode):
+    """Passes on a node's items; what is above knows of it that it is a torchdata node, and no more."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.source = source
+
+    def reset(self, initial_state=None):
+        super().reset(initial_state)
+        self.source.reset(initial_state)
+
+    def next(self):
+        return next(self.source)
+
+    def get_state(self):
+        return self.source.state_dict()
+
+
 def documents(lengths, dtype=np.int32):
     """Documents whose tokens name themselves: 1000 * (document + 1) + position."""
     return [

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sources import Items, documents, same, stored
-from torchdata.nodes import BaseNode
+from sources import Items, PassedOn, documents, same, stored
 
 from ibm_nodes import Document, Mixer, Packer, Reader, Schedule, Shuffler
 from ibm_nodes.node import peeks, undoes
@@ -16,24 +15,6 @@ from ibm_nodes.node import peeks, undoes
 EOS, BOS, PAD = 1, 7, 3
 STRATEGIES = ("concat", "pad", "best_fit")
 OVERFLOWS = ("split", "truncate", "drop")
-
-
-class OneByOne(BaseNode):
-    """Passes on a node's items; what is above knows of it that it is a torchdata node, and no more."""
-
-    def __init__(self, source):
-        super().__init__()
-        self.source = source
-
-    def reset(self, initial_state=None):
-        super().reset(initial_state)
-        self.source.reset(initial_state)
-
-    def next(self):
-        return next(self.source)
-
-    def get_state(self):
-        return self.source.state_dict()
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +35,10 @@ def urls(tmp_path_factory):
 def mix(urls, *, alone, names=("web", "code", "books"), shard=0, num_shards=2, weights=None, epochs=None, limits=None):
     readers = {name: Reader(urls[name], name=name, shard=shard, num_shards=num_shards, epochs=epochs) for name in names}
     if alone:
-        readers = {name: OneByOne(reader) for name, reader in readers.items()}
+        readers = {name: PassedOn(reader) for name, reader in readers.items()}
     weights = weights or dict(zip(names, (0.6, 0.3, 0.1), strict=False))
     node = Mixer(readers, weights=weights, seed=(0, shard), max_tokens=limits)
-    return OneByOne(node) if alone else node
+    return PassedOn(node) if alone else node
 
 
 def both(urls, seq_len, *, of_mix=None, **options):
@@ -194,7 +175,7 @@ def test_so_they_are_where_readers_and_others_are_mixed(urls):
         readers = {name: Reader(urls[name], name=name, shard=0, num_shards=1) for name in ("web", "code")}
         sources = {**readers, "own": Items(docs)}
         node = Mixer(sources, weights={"web": 1, "code": 1, "own": 1}, seed=0)
-        return Packer(OneByOne(node) if alone else node, seq_len=40, eos_id=EOS)
+        return Packer(PassedOn(node) if alone else node, seq_len=40, eos_id=EOS)
 
     check(build(False), build(True), 80)
 
@@ -202,7 +183,7 @@ def test_so_they_are_where_readers_and_others_are_mixed(urls):
 def test_a_reader_alone_is_drawn_ahead_from_too(urls):
     def build(alone):
         reader = Reader(urls["web"], name="web", shard=0, num_shards=1)
-        return Packer(OneByOne(reader) if alone else reader, seq_len=50, eos_id=EOS)
+        return Packer(PassedOn(reader) if alone else reader, seq_len=50, eos_id=EOS)
 
     ahead, alone = build(False), build(True)
     for _ in range(100):

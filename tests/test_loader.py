@@ -13,7 +13,7 @@ from functools import partial
 import corpora
 import pytest
 import torchdata.nodes
-from sources import Items, numbers, packed, same, stored
+from sources import Items, PassedOn, numbers, packed, same, stored
 
 from ibm_nodes import Batcher, CausalLMCollator, Loader, Prefetcher, Sharder
 
@@ -193,20 +193,9 @@ def test_goes_on_after_a_close(url, prefetch):
 
 
 def test_closes_a_prefetcher_wherever_it_stands():
-    class Doubled(torchdata.nodes.BaseNode):
-        def __init__(self, source):
-            super().__init__()
-            self.source = source
-
-        def reset(self, initial_state=None):
-            super().reset(initial_state)
-            self.source.reset(initial_state)
-
+    class Doubled(PassedOn):
         def next(self):
-            return 2 * next(self.source)
-
-        def get_state(self):
-            return self.source.state_dict()
+            return 2 * super().next()
 
     with Loader(Doubled(Doubled(Prefetcher(Items(range(9)), prefetch_factor=2)))) as loader:
         assert next(iter(loader)) == 0
