@@ -86,23 +86,20 @@ def arrow_runs(args: argparse.Namespace, stack: contextlib.ExitStack) -> Runs:
     }
 
 
-def parquet_runs(args: argparse.Namespace, stack: contextlib.ExitStack) -> Runs:
-    """Parquet beside its decoder."""
-    urls, base = local_urls(args, "parquet"), "decoding Parquet"
+def local_runs(
+    layout: str,
+    name: str,
+    base: str,
+    limit: Callable[..., Iterator[int]],
+    args: argparse.Namespace,
+    stack: contextlib.ExitStack,
+) -> Runs:
+    """A layout of local files beside what reads no more than these."""
+    urls = local_urls(args, layout)
     return {
-        base: limit_run(limits.decode_row_groups, urls),
-        "Parquet": loader_run(urls, args.num_shards[0], base=base),
-        "Parquet, Prefetcher": loader_run(urls, args.num_shards[0], base=base, prefetch=True),
-    }
-
-
-def ibm_runs(args: argparse.Namespace, stack: contextlib.ExitStack) -> Runs:
-    """IBM's layout beside its record batches out of a memory map."""
-    urls, base = local_urls(args, "ibm"), "record batches, IBM layout"
-    return {
-        base: limit_run(limits.get_record_batches, urls),
-        "IBM layout": loader_run(urls, args.num_shards[0], base=base),
-        "IBM layout, Prefetcher": loader_run(urls, args.num_shards[0], base=base, prefetch=True),
+        base: limit_run(limit, urls),
+        name: loader_run(urls, args.num_shards[0], base=base),
+        f"{name}, Prefetcher": loader_run(urls, args.num_shards[0], base=base, prefetch=True),
     }
 
 
@@ -177,8 +174,8 @@ def text_runs(args: argparse.Namespace, stack: contextlib.ExitStack) -> Runs:
 
 GROUPS = {
     "arrow": arrow_runs,
-    "parquet": parquet_runs,
-    "ibm": ibm_runs,
+    "parquet": functools.partial(local_runs, "parquet", "Parquet", "decoding Parquet", limits.decode_row_groups),
+    "ibm": functools.partial(local_runs, "ibm", "IBM layout", "record batches, IBM layout", limits.get_record_batches),
     "s3": s3_runs,
     "latency": latency_runs,
     "shards": shards_runs,

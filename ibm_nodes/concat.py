@@ -137,7 +137,6 @@ class Concat:
             kind = tokens.dtype
             if mixed:
                 kind = np.result_type(*(pieces[0] for pieces in self._pieces[behind - len(inside) : behind]))
-            # A copy, so that no sample keeps the others in memory.
-            row_of = tokens[begin:end].astype(kind)
-            self._ready.append((Sample(row_of, tuple(inside), tuple(documents)), end, behind, cut))
+            own = tokens[begin:end].astype(kind, copy=number > 1)  # so that no sample keeps the others in memory
+            self._ready.append((Sample(own, tuple(inside), tuple(documents)), end, behind, cut))
             first = behind

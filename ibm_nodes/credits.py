@@ -11,6 +11,13 @@ ONE = 1 << 32
 MAX_WARM_UP = 2048
 
 
+Drawn = tuple[list[int], list[int], list[int], list[int]]
+"""What a draw has chosen: the credits before it and the shares, by number of the source; and of each document its source's
+number and its length.
+"""
+NOTHING_DRAWN: Drawn = ([], [], [], [])
+
+
 def integer_weights(weights: Mapping[str, float], names: Mapping[str, Any]) -> dict[str, int]:
     """Gives weights as integers of sum 2**32, none of them 0 unless it was given as 0.
 
@@ -72,3 +79,19 @@ def imagine(
     kept = list(credits) or list(active)
     before, after = sum(credits.values()) // len(kept), sum(imagined[name] for name in kept) // len(kept)
     return {name: credit - after + before for name, credit in imagined.items()}
+
+
+def counted(drawn: Drawn, number: int, first: int) -> tuple[int, int]:
+    """Gives how many documents and tokens were drawn of a source, from a document on."""
+    _, _, dues, lengths = drawn
+    chosen = [length for due, length in zip(dues[first:], lengths[first:], strict=True) if due == number]
+    return len(chosen), sum(chosen)
+
+
+def credits_before(drawn: Drawn, end: int) -> list[int]:
+    """Gives the credits before a document."""
+    before, shares, dues, lengths = drawn
+    credits, total = list(before), sum(lengths[:end])
+    for due, length in zip(dues[:end], lengths[:end], strict=True):
+        credits[due] -= length * ONE
+    return [credit + share * total for credit, share in zip(credits, shares, strict=True)]

@@ -52,7 +52,7 @@ class Documents(Sequence[Document]):
         epochs: how many times its dataset was passed before.
     """
 
-    __slots__ = ("epochs", "last", "lengths", "places", "tokens")
+    __slots__ = ("tokens", "lengths", "last", "places", "epochs")  # in the order of the arguments
 
     def __init__(
         self,
@@ -86,10 +86,8 @@ class Documents(Sequence[Document]):
         if len(order) < 2:
             return next((part for part in parts if len(part)), parts[0])
         choose = itemgetter(*order)
-        columns = ([*chain.from_iterable(getattr(part, name) for part in parts)] for name in cls._COLUMNS)
+        columns = ([*chain.from_iterable(getattr(part, name) for part in parts)] for name in cls.__slots__)
         return cls(*(choose(column) for column in columns))
-
-    _COLUMNS = ("tokens", "lengths", "last", "places", "epochs")
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -120,7 +120,7 @@ class StoredObject:
 
     def is_at_hand(self, start: int, end: int) -> bool:
         """Tells whether bytes [start, end) are in memory, and reading them takes no time to speak of."""
-        return is_at_hand(self._item, start, end)
+        return is_at_hand(self._item, start, end, self._listing.storage_options)
 
     def read(self, start: int, end: int) -> bytes | bytearray:
         """Reads bytes [start, end), as the object was listed.

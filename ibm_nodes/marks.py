@@ -41,8 +41,7 @@ class Marks:
         if self._pad_id is not None:
             documents = list(_without_padding(documents, self._pad_id))
         if self._bos_id is None and self._limit == sys.maxsize:
-            columns = documents if isinstance(documents, Documents) else Documents.of(documents)
-            runs = self._alike(columns)
+            runs = self._alike(documents if isinstance(documents, Documents) else Documents.of(documents))
             if runs is not None:
                 self._counts["documents"] += len(documents)
                 return runs, range(1, len(documents) + 1)
@@ -83,7 +82,7 @@ class Marks:
             opened = bos_id is None or tokens.item(0) in (bos_id, ~bos_id)
             pieces = self._with_marks(tokens, opened)
             length = len(tokens) + len(pieces) - 1
-            run: Run = (pieces, length, (name, url, row, -1 + opened))
+            run: Run = (pieces, length, (name, url, row, 0 if opened else -1))
             if length > limit:
                 counts["truncated" if self._truncate else "dropped"] += 1
                 if not self._truncate:

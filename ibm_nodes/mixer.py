@@ -3,25 +3,28 @@
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any, TypeVar
 
 from torchdata.nodes import BaseNode
 
-from ibm_nodes.ahead import Ahead
-from ibm_nodes.credits import ONE, imagine, integer_weights, scale
+from ibm_nodes.credits import (
+    NOTHING_DRAWN,
+    ONE,
+    Drawn,
+    counted,
+    credits_before,
+    imagine,
+    integer_weights,
+    scale,
+)
 from ibm_nodes.items import Documents
-from ibm_nodes.node import Node, Snapshot, peeks, render
+from ibm_nodes.mix_source import CHUNK_TOKENS, MixSource
+from ibm_nodes.node import Node, Snapshot, render
 from ibm_nodes.permutation import Seed, check_seed
 from ibm_nodes.schedule import Schedule
 from ibm_nodes.state import State, check_keys, check_settings
 
 T = TypeVar("T")
-
-NUM_PROBES = 8
-"""Documents whose lengths are looked at before the first draw from a source."""
-CHUNK_TOKENS, DRAW_TOKENS = 1 << 12, 1 << 16
-"""As many are drawn from a source at once, and its share of as many, if that is more."""
 
 
 class Mixer(Node[T]):
@@ -104,15 +107,15 @@ class Mixer(Node[T]):
             key: {name: value for name, value in state[key].items() if name not in self.sources} for key in kept
         }
         self._places = {
-            name: _Place(name, node, self.max_tokens.get(name), *(state[key].get(name) for key in kept))
+            name: MixSource(name, node, self.max_tokens.get(name), *(state[key].get(name) for key in kept))
             for name, node in self.sources.items()
         }
         # The sources that can be drawn from, their weights and credits, and which of them is due.
-        self._active: list[_Place[T]] = []
+        self._active: list[MixSource[T]] = []
         self._shares: list[int] = []
         self._now: list[int] = []
         self._due = 0
-        self._drawn = _NONE
+        self._drawn = NOTHING_DRAWN
         self._prepared = False
         self._until: float = -1
         self._changes: object = None
@@ -122,10 +125,10 @@ class Mixer(Node[T]):
         return self.draw(1, extra=1)[0]
 
     def draw(self, num_tokens: int, extra: int = 0) -> Sequence[T]:
-        self._drawn = _NONE
+        self._drawn = NOTHING_DRAWN
         if self.schedule is not None and self.is_stale:
             self._reweigh(self.schedule)
-        self._fill()
+        self._fill(num_tokens)
         active, shares, due = self._active, self._shares, self._due
         queues = [place.lengths(share * num_tokens // ONE) for place, share in zip(active, shares, strict=True)]
         following = [iter(queue).__next__ for queue in queues]
@@ -163,8 +166,8 @@ class Mixer(Node[T]):
         before, shares, dues, lengths = self._drawn
         first = len(dues) - count
         for number, place in enumerate(self._active):
-            place.undo(*_counted(self._drawn, number, first))
-        self._now, self._due = _credits(self._drawn, first), dues[first]
+            place.undo(*counted(self._drawn, number, first))
+        self._now, self._due = credits_before(self._drawn, first), dues[first]
         self._drawn = before, shares, dues[:first], lengths[:first]
 
     @property
@@ -174,7 +177,9 @@ class Mixer(Node[T]):
 
     def snapshot(self) -> Snapshot:
         active = [place.name for place in self._active]
-        places = [(place.name, place.tokens, place.documents, place.taken_state()) for place in self._places.values()]
+        places = [
+            (place.name, place.tokens, place.documents, place.mixed_snapshot()) for place in self._places.values()
+        ]
         credits = self._credits, active, self._now
         return _state, (self.seed, credits, tuple(self._ended), self.weights, self._parked, places, self._drawn)
 
@@ -188,7 +193,7 @@ class Mixer(Node[T]):
         left = {name: weight for name, weight in self.weights.items() if weight and name not in self._ended}
         return list(scale(left).items()) if left else []
 
-    def _fill(self) -> None:
+    def _fill(self, num_tokens: int) -> None:
         """Sees to it that the source which is due has a document, or raises StopIteration."""
         if not self._prepared:
             self._start()
@@ -199,7 +204,7 @@ class Mixer(Node[T]):
             due = self._active[self._due]
             try:
                 if not due.is_over:
-                    due.fill(max(CHUNK_TOKENS, self._shares[self._due] * DRAW_TOKENS // ONE))
+                    due.fill(max(CHUNK_TOKENS, self._shares[self._due] * num_tokens // ONE))
                     return
             except StopIteration:
                 pass
@@ -266,28 +271,6 @@ class Mixer(Node[T]):
             self.schedule.note_ended(self._ended, dict(shares))
 
 
-_Drawn = tuple[list[int], list[int], list[int], list[int]]
-"""The credits before a draw and the shares, by number of the source; the number and the length of each item."""
-_NONE: _Drawn = ([], [], [], [])
-_NO_DOCUMENTS = Documents((), (), (), (), ())
-
-
-def _counted(drawn: _Drawn, number: int, first: int) -> tuple[int, int]:
-    """Gives how many documents and tokens were drawn of a source, from an item on."""
-    _, _, dues, lengths = drawn
-    chosen = [length for due, length in zip(dues[first:], lengths[first:], strict=True) if due == number]
-    return len(chosen), sum(chosen)
-
-
-def _credits(drawn: _Drawn, end: int) -> list[int]:
-    """Gives the credits before an item."""
-    before, shares, dues, lengths = drawn
-    credits, total = list(before), sum(lengths[:end])
-    for due, length in zip(dues[:end], lengths[:end], strict=True):
-        credits[due] -= length * ONE
-    return [credit + share * total for credit, share in zip(credits, shares, strict=True)]
-
-
 def _state(
     seed: Seed,
     credits: tuple[dict[str, int], list[str], list[int]],
@@ -295,16 +278,16 @@ def _state(
     weights: dict[str, int],
     parked: dict[str, dict[str, Any]],
     places: list[tuple[str, int, int, Snapshot]],
-    drawn: _Drawn,
+    drawn: Drawn,
     back: int = 0,
 ) -> State:
     latest, active, now = credits
     credit, tokens, documents = latest.copy(), parked[Mixer.TOKENS_KEY].copy(), parked[Mixer.DOCUMENTS_KEY].copy()
     first = len(drawn[2]) - back
-    credit.update(zip(active, _credits(drawn, first) if back else now, strict=True))
+    credit.update(zip(active, credits_before(drawn, first) if back else now, strict=True))
     sources = parked[Mixer.SOURCES_KEY].copy()
     for name, num_tokens, num_documents, taken in places:
-        undone, of_tokens = _counted(drawn, active.index(name), first) if back and name in active else (0, 0)
+        undone, of_tokens = counted(drawn, active.index(name), first) if back and name in active else (0, 0)
         tokens[name], documents[name] = num_tokens - of_tokens, num_documents - undone
         sources[name] = render(taken, undone)
     return {
@@ -316,104 +299,3 @@ def _state(
         Mixer.WEIGHTS_KEY: weights.copy(),
         Mixer.SOURCES_KEY: sources,
     }
-
-
-class _Place(Ahead[T]):
-    """A source of a mix. One that can be peeked at is drawn from when a document is due; others before that.
-
-    Attributes:
-        tokens, documents: how many were handed out in all.
-        limit: tokens after which the source has ended, or None.
-    """
-
-    __slots__ = ("_given", "_peeks", "documents", "limit", "name", "tokens")
-
-    def __init__(
-        self,
-        name: str,
-        source: BaseNode[T],
-        limit: int | None,
-        tokens: int | None,
-        documents: int | None,
-        state: tuple[Any, int] | None,
-    ) -> None:
-        super().__init__(source, state)
-        self.name, self.limit = name, limit
-        self.tokens, self.documents = tokens or 0, documents or 0
-        self._peeks = peeks(source)
-        self._given: list[T] | None = None  # what was handed out last, if it was drawn before
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has handed out as many tokens as it may."""
-        return self.limit is not None and self.tokens >= self.limit
-
-    def probe(self) -> tuple[int, ...]:
-        """Gives the lengths of the first documents, which stay to be drawn."""
-        with contextlib.suppress(StopIteration):
-            self.fill(CHUNK_TOKENS)
-            if not self.items and len(self.lengths(CHUNK_TOKENS)) < NUM_PROBES:
-                super().fill(CHUNK_TOKENS)
-            while self.items and len(self.items) < NUM_PROBES:
-                self.more(CHUNK_TOKENS)
-        return tuple(self.lengths(CHUNK_TOKENS)[:NUM_PROBES])
-
-    def fill(self, num_tokens: int, extra: int = 0) -> None:
-        if not self._peeks or self._skip:
-            super().fill(num_tokens, extra)
-        elif not self.items:
-            self._source.peek(1, wait=True)  # type: ignore[attr-defined]  # a Node
-
-    def lengths(self, num_tokens: int) -> list[int]:
-        """Gives the lengths of documents that are there without a wait, and may be drawn."""
-        found: list[int] = []
-        if self.items:
-            found = [len(item.tokens) for item in self.items]  # type: ignore[attr-defined]  # those of a mix have tokens
-        elif self._peeks and self._started and not self._skip:
-            found = self._source.peek(num_tokens + CHUNK_TOKENS)  # type: ignore[attr-defined]  # a Node
-        if self.limit is not None:
-            left = self.limit - self.tokens
-            found = [length for length, begin in zip(found, accumulate(found, initial=0)) if begin < left]  # noqa: B905
-        return found
-
-    def hand_out(self, count: int, num_tokens: int) -> Sequence[T]:
-        """Gives the next documents."""
-        self.documents += count
-        self.tokens += num_tokens
-        self._given = None
-        if not count:
-            return _NO_DOCUMENTS  # type: ignore[return-value]  # of any class
-        if not self.items:
-            given: Sequence[T] = self._source.take(count)  # type: ignore[attr-defined]  # a Node
-            return given
-        self._given = [self.items.popleft() for _ in range(count)]
-        self.taken += count
-        return self._given
-
-    def undo(self, count: int, num_tokens: int) -> None:
-        """Takes back documents that were handed out last."""
-        if not count:
-            return
-        self.documents -= count
-        self.tokens -= num_tokens
-        if self._given is None:
-            self._source.undo(count)  # type: ignore[attr-defined]  # a Node
-        else:
-            self.items.extendleft(reversed(self._given[-count:]))
-            self.taken -= count
-            del self._given[-count:]
-
-    def taken_state(self) -> Snapshot:
-        """Takes its state: the source's, and how many documents of those after that were handed out."""
-        if self._given is None:
-            return _place, self.snapshot()
-        assert self._before is not None
-        return _place_ahead, (*self.snapshot(), self._before, self.taken)
-
-
-def _place(source: Snapshot, skip: int, back: int = 0) -> tuple[State, int]:
-    return render(source, back), skip
-
-
-def _place_ahead(source: Snapshot, skip: int, before: Snapshot, taken: int, back: int = 0) -> tuple[State, int]:
-    return (render(before), taken - back) if back else (render(source), skip)

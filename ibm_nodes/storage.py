@@ -72,10 +72,10 @@ def read(item: Object, start: int, end: int, storage_options: Options = None) ->
         counters.store_seconds += time.perf_counter() - began
 
 
-def is_at_hand(item: Object, start: int, end: int) -> bool:
+def is_at_hand(item: Object, start: int, end: int, storage_options: Options = None) -> bool:
     """Tells whether bytes of a local file are in memory already, by a look at three of them; nothing is read for it."""
-    protocol, separator, path = item.url.partition("://")
-    if protocol != "file" or not separator or not hasattr(os, "RWF_NOWAIT"):
+    fs, path = _filesystem(item.url, storage_options)
+    if not isinstance(fs, LocalFileSystem) or not hasattr(os, "RWF_NOWAIT"):
         return False
     try:
         file = os.open(path, os.O_RDONLY)

@@ -47,8 +47,8 @@ def forget(file):
             os.preadv(opened.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
 
 
-def documents_of(path, num):
-    node = Reader(f"file://{path}", name="d", shard=0, num_shards=1)
+def documents_of(path, num, protocol="file://"):
+    node = Reader(f"{protocol}{path}", name="d", shard=0, num_shards=1)
     node.reset(None)
     for _ in range(num):
         next(node)
@@ -63,9 +63,10 @@ needs_nowait = pytest.mark.skipif(not hasattr(os, "RWF_NOWAIT"), reason="the sys
 
 
 @needs_nowait
-def test_what_is_in_memory_is_read_by_who_uses_it(tmp_path, readers):
+@pytest.mark.parametrize("protocol", ["file://", "local://", ""])
+def test_what_is_in_memory_is_read_by_who_uses_it(tmp_path, readers, protocol):
     write(tmp_path, "arrow")
-    documents_of(tmp_path, 160).close()
+    documents_of(tmp_path, 160, protocol).close()
     found = in_the_pool(readers)
     assert len(found) > 8
     assert not any(found[4:])  # behind what the file begins and ends with, and the first block
