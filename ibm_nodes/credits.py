@@ -12,8 +12,8 @@ MAX_WARM_UP = 2048
 
 
 Drawn = tuple[list[int], list[int], list[int], list[int]]
-"""What a draw has chosen: the credits before it and the shares, by number of the source; and of each document its source's
-number and its length.
+"""What a draw has chosen: the credits before it and the shares, by number of the source; and each document's
+source and length.
 """
 NOTHING_DRAWN: Drawn = ([], [], [], [])
 
