@@ -3,6 +3,7 @@
 import contextlib
 import multiprocessing
 import os
+import signal
 import threading
 import time
 import uuid
@@ -61,6 +62,13 @@ def ibm_nodes(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, st
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_reach_children() -> None:
+    """Takes Ctrl-C as usual where a shell that runs the tests in its background ignores it: children inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
