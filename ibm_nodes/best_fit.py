@@ -2,8 +2,8 @@
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Iterable
+from itertools import accumulate, islice, pairwise
 
 import numpy as np
 
@@ -53,8 +53,8 @@ class BestFit:
         """Opens samples again, the oldest first."""
         for sample in samples:
             opened, key = self._new()
-            for pieces, _, place in runs_in(sample):
-                opened.add(pieces, place)
+            for tokens, place in runs_in(sample):
+                opened.add(tokens, place)
             key -= len(sample.tokens) << SERIAL_BITS
             insort(self._keys, key)
             self._open[key] = opened
@@ -66,7 +66,12 @@ class BestFit:
 
     def add(self, runs: Runs) -> None:
         """Adds documents to those that wait."""
-        self._waiting += zip(*runs, strict=True)
+        if runs.lengths:
+            tokens, edges = joined(runs.pieces), pairwise(accumulate(runs.lengths, initial=0))
+            each = (
+                tokens[begin:end].astype(kind, copy=False) for (begin, end), kind in zip(edges, runs.kinds, strict=True)
+            )
+            self._waiting += zip(each, runs.places, strict=True)
 
     def take(self) -> list[Run]:
         """Takes all that waits."""
@@ -84,7 +89,8 @@ class BestFit:
         """Packs what waits until a sample is done; None if nothing waits any more."""
         waiting, keys, samples, seq_len = self._waiting, self._keys, self._open, self._seq_len
         while waiting:
-            pieces, length, place = waiting[0]
+            tokens, place = waiting[0]
+            length = len(tokens)
             if length >= seq_len and (self._num_open > 1 or not keys):
                 return self._split()
             needed = length << SERIAL_BITS
@@ -97,7 +103,7 @@ class BestFit:
             else:
                 self._begun = True
                 return self.pop()
-            opened.add(pieces, place)
+            opened.add(tokens, place)
             waiting.popleft()
             self._begun = False
             key -= needed
@@ -132,14 +138,13 @@ class BestFit:
     def _split(self) -> Sample:
         """Takes a sample off a document that is as long or longer; the rest stays first."""
         run = self._waiting.popleft()
-        self._begun = run[1] > self._seq_len
+        self._begun = len(run[0]) > self._seq_len
         if self._begun:
-            self._counts["truncated"] += run[2][3] <= 0
+            self._counts["truncated"] += run[1][3] <= 0
             run, rest = split(run, self._seq_len)
             self._waiting.appendleft(rest)
-        pieces, _, place = run
-        tokens = pieces[0] if len(pieces) == 1 and place[3] > 0 else joined(pieces)
-        return Sample(tokens, (0,), (place,))
+        tokens, place = run
+        return Sample(tokens.copy(), (0,), (place,))  # so that it does not keep others in memory
 
 
 class _Open:
@@ -155,19 +160,17 @@ class _Open:
         self._places: list[Place] = []
         self._taken: Taken | None = None
 
-    def add(self, pieces: Sequence[np.ndarray], place: Place) -> None:
+    def add(self, tokens: np.ndarray, place: Place) -> None:
         array, begin = self._array, self._length
         self._starts.append(begin)
         self._places.append(place)
         if array is None:
-            array = np.empty(self._size, pieces[0].dtype)
-        for tokens in pieces:
-            if tokens.dtype != array.dtype:
-                array = array.astype(np.promote_types(array.dtype, tokens.dtype), copy=False)
-            end = begin + len(tokens)
-            array[begin:end] = tokens
-            begin = end
-        self._array, self._length, self._taken = array, begin, None
+            array = np.empty(self._size, tokens.dtype)
+        elif tokens.dtype != array.dtype:
+            array = array.astype(np.promote_types(array.dtype, tokens.dtype), copy=False)
+        end = begin + len(tokens)
+        array[begin:end] = tokens
+        self._array, self._length, self._taken = array, end, None
 
     def snapshot(self) -> Taken:
         if self._taken is None:

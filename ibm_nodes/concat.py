@@ -3,12 +3,12 @@
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
 
 from ibm_nodes.items import Sample
-from ibm_nodes.runs import Run, Runs, columns, joined, split
+from ibm_nodes.runs import Run, Runs, columns, joined, moved
 
 CUT_TOKENS = 1 << 17
 """Samples are cut together as long as they have no more tokens: steps for many cost little each."""
@@ -28,7 +28,7 @@ class Concat:
         # How many of the tokens that wait are in samples handed out, and how many documents begin in these.
         self._at: int = 0
         self._next: int = 0
-        self._begin(())
+        self._begin(Runs())
 
     def __len__(self) -> int:
         return self._at < self._total
@@ -48,17 +48,17 @@ class Concat:
 
     def add(self, runs: Runs) -> None:
         """Adds documents to those that wait; not before ``next`` has given None."""
-        pieces, lengths, places = runs
-        self._pieces += pieces
-        self._lengths += lengths
-        self._places += places
-        self._total += sum(lengths)
+        self._pieces += runs.pieces
+        self._lengths += runs.lengths
+        self._places += runs.places
+        self._kinds += runs.kinds
+        self._total += sum(runs.lengths)
 
     def next(self) -> Sample | None:
         """Takes a sample; None if too little waits."""
         if not self._ready:
             if self._next:
-                self._begin(self.waiting())
+                self._begin(self._rest())
             if self._total < self._seq_len:
                 return None
             self._cut()
@@ -68,19 +68,19 @@ class Concat:
 
     def pop(self) -> Sample:
         """Takes what waits, as the last sample."""
-        pieces, lengths, places = columns(self.take())
+        pieces, lengths, places, _ = columns(self.take())
         starts = accumulate(lengths[:-1], initial=0)
-        return Sample(joined([*chain.from_iterable(pieces)]), tuple(starts), tuple(places))
+        return Sample(joined(pieces), tuple(starts), tuple(places))
 
     def take(self) -> list[Run]:
         """Takes all that waits."""
         runs = self.waiting()
-        self._begin(())
+        self._begin(Runs())
         return runs
 
     def drop(self, number: int) -> None:
         """Takes off the last of the whole documents that wait."""
-        self._begin(self.waiting(number))
+        self._begin(columns(self.waiting(number)))
 
     def opened(self) -> list[Sample]:
         """Gives the open samples: none."""
@@ -88,55 +88,67 @@ class Concat:
 
     def waiting(self, less: int = 0) -> list[Run]:
         """Gives what waits, less so many of the last whole documents."""
-        number, end = self._next, len(self._lengths) - less
-        left = list(zip(self._pieces[number:end], self._lengths[number:end], self._places[number:end], strict=True))
-        if number and self._at < (behind := self._ends[number - 1]):
-            length = self._lengths[number - 1]
-            run = (self._pieces[number - 1], length, self._places[number - 1])
-            left.insert(0, split(run, self._at - behind + length)[1])
-        return left
+        pieces, lengths, places, kinds = self._rest()
+        if not lengths:
+            return []
+        tokens, runs, begin = self._joined(pieces), [], 0
+        for length, place, kind in zip(lengths[: len(lengths) - less], places, kinds, strict=False):
+            end = begin + length
+            runs.append((tokens[begin:end].astype(kind, copy=False), place))
+            begin = end
+        return runs
 
     def snapshot(self, less: int) -> tuple[list[Run], tuple[()]]:
         """Gives what waits and the open samples, for a state; nothing of it changes any more."""
         return self.waiting(less), ()
 
-    def _begin(self, runs: Sequence[Run]) -> None:
+    def _begin(self, runs: Runs) -> None:
         """Begins with documents of which nothing is taken."""
-        pieces, lengths, places = columns(runs)
-        self._pieces, self._lengths, self._places = list(pieces), list(lengths), list(places)
+        pieces, lengths, places, kinds = runs
+        self._pieces, self._lengths, self._places, self._kinds = list(pieces), list(lengths), list(places), list(kinds)
         self._total = sum(lengths)
         # Samples that are cut; with each how many tokens there are up to its end, how many documents begin before that,
         # and whether one of them is cut there.
         self._ready: deque[tuple[Sample, int, int, bool]] = deque()
-        self._ends: list[int] = []
         self._at = self._next = 0
+
+    def _joined(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
+        return pieces[0] if len(pieces) == 1 else joined(pieces)
+
+    def _rest(self) -> Runs:
+        """Gives what is not in samples that were handed out."""
+        number, at = self._next, self._at
+        if not number:
+            return Runs(self._pieces, self._lengths, self._places, self._kinds)
+        lengths, places, kinds = self._lengths[number:], self._places[number:], self._kinds[number:]
+        left = self._starts[number] - at
+        if left:
+            lengths.insert(0, left)
+            places.insert(0, moved(self._places[number - 1], self._lengths[number - 1] - left))
+            kinds.insert(0, self._kinds[number - 1])
+        return Runs([self._pieces[0][at:]] if lengths else [], lengths, places, kinds)
 
     def _cut(self) -> None:
         size = self._seq_len
         number = max(1, min(self._total, CUT_TOKENS) // size)
-        lengths, places = self._lengths, self._places
-        self._ends = ends = list(accumulate(lengths))
-        starts = [0, *ends]
-        used = bisect_left(ends, number * size) + 1
-        parts = list(chain.from_iterable(self._pieces[: used - 1]))
-        last, left = self._pieces[used - 1], number * size - starts[used - 1]
-        parts += last if left == lengths[used - 1] else split((last, lengths[used - 1], places[used - 1]), left)[0][0]
-        tokens = joined(parts)
-        mixed = len({part.dtype for part in parts}) > 1
+        places, kinds = self._places, self._kinds
+        tokens = self._joined(self._pieces)
+        self._pieces = [tokens]
+        self._starts = starts = [0, *accumulate(self._lengths)]
+        kind = kinds[0]
+        mixed = kinds.count(kind) < len(kinds)
         first = 0
         for begin in range(0, number * size, size):
             end = begin + size
-            behind = bisect_left(starts, end, first, used)
+            behind = bisect_left(starts, end, first, len(places))
             inside = [start - begin for start in starts[first:behind]]
             documents = places[first:behind]
             if not inside or inside[0]:
-                name, url, row, offset = places[first - 1]
                 inside.insert(0, 0)
-                documents.insert(0, (name, url, row, offset + begin - starts[first - 1]))
-            cut = ends[behind - 1] > end and documents[-1][3] <= 0
-            kind = tokens.dtype
+                documents.insert(0, moved(places[first - 1], begin - starts[first - 1]))
+            cut = starts[behind] > end and documents[-1][3] <= 0
             if mixed:
-                kind = np.result_type(*(pieces[0] for pieces in self._pieces[behind - len(inside) : behind]))
-            own = tokens[begin:end].astype(kind, copy=number > 1)  # so that no sample keeps the others in memory
+                kind = np.result_type(*kinds[behind - len(inside) : behind])
+            own = tokens[begin:end].astype(kind)  # a copy, so that no sample keeps the others in memory
             self._ready.append((Sample(own, tuple(inside), tuple(documents)), end, behind, cut))
             first = behind

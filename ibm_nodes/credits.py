@@ -1,7 +1,9 @@
 """The arithmetic of mixing: weights as integers, and the credits that sources begin with."""
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from ibm_nodes.permutation import Seed, derive_key, random_index
 from ibm_nodes.schedule import check_weights
@@ -9,6 +11,9 @@ from ibm_nodes.schedule import check_weights
 ONE = 1 << 32
 """The sum of all weights, as integers."""
 MAX_WARM_UP = 2048
+EXACT = 1 << 53
+
+T = TypeVar("T", int, float)
 
 
 Drawn = tuple[list[int], list[int], list[int], list[int]]
@@ -79,6 +84,60 @@ def imagine(
     kept = list(credits) or list(active)
     before, after = sum(credits.values()) // len(kept), sum(imagined[name] for name in kept) // len(kept)
     return {name: credit - after + before for name, credit in imagined.items()}
+
+
+def choose(
+    queues: Sequence[Sequence[int]],
+    credits: Sequence[int],
+    shares: Sequence[int],
+    due: int,
+    num_tokens: int,
+    extra: int,
+) -> tuple[list[int], list[int], list[int], int]:
+    """Chooses documents by their lengths: each from the source of the largest credit, of equal ones the first.
+
+    Args:
+        queues: for each source the lengths of documents that are there.
+        credits: of each source.
+        shares: of each source, as integers of sum 2**32.
+        due: the source that the first document is of.
+        num_tokens: the last document is the one that reaches it, or after which the queue that is due is empty.
+        extra: tokens that each document counts more than it has.
+
+    Returns:
+        Each document's source and length; the credits after them; and the source that is due then.
+    """
+    chosen = _choose(queues, [*map(float, credits)], [*map(float, shares)], float(ONE), due, num_tokens, extra)
+    dues, lengths, after, due_then = chosen
+    # Sums and products of whole numbers are exact in floats below this limit, and take less time.
+    if max(map(abs, credits)) + 2 * ONE * sum(lengths) < EXACT:
+        return dues, lengths, [*map(int, after)], due_then
+    return _choose(queues, list(credits), list(shares), ONE, due, num_tokens, extra)
+
+
+def _choose(
+    queues: Sequence[Sequence[int]], drawn: list[T], shares: list[T], one: T, due: int, num_tokens: int, extra: int
+) -> tuple[list[int], list[int], list[T], int]:
+    # Credits are those before and the share of all tokens chosen, less what was chosen of the source itself.
+    following = [iter(queue).__next__ for queue in queues]
+    dues: list[int] = []
+    lengths: list[int] = []
+    total = 0
+    with contextlib.suppress(StopIteration):
+        while num_tokens > 0:
+            length = following[due]()
+            dues.append(due)
+            lengths.append(length)
+            num_tokens -= length + extra
+            drawn[due] -= length * one
+            total += length
+            best, number = -math.inf, 0
+            for share in shares:  # plain, since this is done for each document
+                credit = drawn[number] + share * total
+                if credit > best:
+                    best, due = credit, number
+                number += 1
+    return dues, lengths, [credit + share * total for credit, share in zip(drawn, shares, strict=True)], due
 
 
 def counted(drawn: Drawn, number: int, first: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ibm_nodes.items import Document, Documents
-from ibm_nodes.runs import Run, Runs, columns, split
+from ibm_nodes.runs import Runs, joined
 
 
 class Marks:
@@ -53,16 +53,17 @@ class Marks:
         if not last:
             return None
         closed = last.count(self._eos_id)
+        kinds = [array.dtype for array in arrays]
         if closed == len(last):
-            return list(zip(arrays)), lengths, documents.places
+            return Runs(arrays, lengths, documents.places, kinds)
         if closed or min(last) < 0:
             return None
-        types = [array.dtype for array in arrays]
-        marks = {kind: self._mark(self._eos_id, kind) for kind in set(types)}
+        marks = {kind: self._mark(self._eos_id, kind) for kind in set(kinds)}
         if any(mark is None for mark in marks.values()):
             return None
-        pieces: Any = list(zip(arrays, map(marks.get, types), strict=True))
-        return pieces, [length + 1 for length in lengths], documents.places
+        pieces: list[Any] = [None] * (2 * len(arrays))
+        pieces[::2], pieces[1::2] = arrays, map(marks.__getitem__, kinds)
+        return Runs(pieces, [length + 1 for length in lengths], documents.places, kinds)
 
     def _mark(self, token: int, kind: np.dtype) -> np.ndarray | None:
         """Gives a token as an array of a type, or None if the type does not hold it."""
@@ -72,8 +73,8 @@ class Marks:
         return made
 
     def _one_by_one(self, documents: Sequence[Document]) -> tuple[Runs, Sequence[int]]:
-        runs: list[Run] = []
-        numbers = []
+        every: list[np.ndarray] = []
+        lengths, places, kinds, numbers = [], [], [], []
         counts, limit, bos_id = self._counts, self._limit, self._bos_id
         for number, (tokens, url, row, name, _) in enumerate(documents, 1):
             if not len(tokens):
@@ -82,15 +83,17 @@ class Marks:
             opened = bos_id is None or tokens.item(0) in (bos_id, ~bos_id)
             pieces = self._with_marks(tokens, opened)
             length = len(tokens) + len(pieces) - 1
-            run: Run = (pieces, length, (name, url, row, 0 if opened else -1))
             if length > limit:
                 counts["truncated" if self._truncate else "dropped"] += 1
                 if not self._truncate:
                     continue
-                run, _ = split(run, limit)
-            runs.append(run)
+                pieces, length = [joined(pieces)[:limit]], limit
+            every += pieces
+            lengths.append(length)
+            places.append((name, url, row, 0 if opened else -1))
+            kinds.append(pieces[0].dtype)
             numbers.append(number)
-        return columns(runs), numbers
+        return Runs(every, lengths, places, kinds), numbers
 
     def _with_marks(self, tokens: np.ndarray, opened: bool) -> list[np.ndarray]:
         """Gives a document with the marks that it lacks, all of one type."""

@@ -1,7 +1,5 @@
 """Mixer: draws from named sources so that their tokens follow weights."""
 
-import contextlib
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +9,7 @@ from ibm_nodes.credits import (
     NOTHING_DRAWN,
     ONE,
     Drawn,
+    choose,
     counted,
     credits_before,
     imagine,
@@ -131,27 +130,9 @@ class Mixer(Node[T]):
         self._fill(num_tokens)
         active, shares, due = self._active, self._shares, self._due
         queues = [place.lengths(share * num_tokens // ONE) for place, share in zip(active, shares, strict=True)]
-        following = [iter(queue).__next__ for queue in queues]
-        # Credits are those before the draw and the share of all tokens drawn, less what was drawn of the source itself.
-        before, drawn, total = self._now, list(self._now), 0
-        dues: list[int] = []
-        lengths: list[int] = []
-        with contextlib.suppress(StopIteration):  # no more of the source that is due is there without a wait
-            while num_tokens > 0:
-                length = following[due]()
-                dues.append(due)
-                lengths.append(length)
-                num_tokens -= length + extra
-                drawn[due] -= length * ONE
-                total += length
-                best, number = -math.inf, 0
-                for share in shares:  # plain, since this is done for each document
-                    credit = drawn[number] + share * total
-                    if credit > best:
-                        best, due = credit, number
-                    number += 1
-        self._now = [credit + share * total for credit, share in zip(drawn, shares, strict=True)]
-        self._due, self._drawn = due, (before, shares, dues, lengths)
+        before = self._now
+        dues, lengths, self._now, self._due = choose(queues, before, shares, due, num_tokens, extra)
+        self._drawn = before, shares, dues, lengths
         counts = [dues.count(number) for number in range(len(active))]
         taken = [
             place.hand_out(count, sum(queue[:count]))

@@ -11,7 +11,7 @@ from ibm_nodes.concat import CUT_TOKENS, Concat
 from ibm_nodes.items import Document, Sample, freeze, thaw
 from ibm_nodes.marks import Marks
 from ibm_nodes.node import Node, Snapshot, draw, render, snapshot, undoes
-from ibm_nodes.runs import Run, columns, joined, mended, runs_in
+from ibm_nodes.runs import Run, columns, mended, runs_in
 from ibm_nodes.schedule import Schedule
 from ibm_nodes.state import State, check_keys, check_settings
 
@@ -237,7 +237,7 @@ def _state(
         Packer.SEQ_LEN_KEY: seq_len,
         **settings,
         Packer.COUNTS_KEY: counts,
-        Packer.TAIL_KEY: [freeze(Sample(joined(pieces), (0,), (place,))) for pieces, _, place in waiting],
+        Packer.TAIL_KEY: [freeze(Sample(tokens.copy(), (0,), (place,))) for tokens, place in waiting],
         Packer.OPEN_KEY: [
             freeze(Sample(array[:length].copy(), starts, places)) for array, length, starts, places in opened
         ],

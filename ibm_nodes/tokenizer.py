@@ -16,7 +16,7 @@ from ibm_nodes.state import State, check_keys, check_settings
 from ibm_nodes.storage import Options
 from ibm_nodes.text import load_tokenizer
 
-MAX_BATCH = 64
+MAX_BATCH, GROWTH = 64, 8
 MAX_CHARACTERS = 1 << 22
 """A batch is cut where it has as many, or after one document."""
 
@@ -25,7 +25,7 @@ class Tokenizer(Node[Document]):
     """Yields the documents of rows of text, tokenized by a ``tokenizer.json`` of the library ``tokenizers``.
 
     Documents are tokenized in batches, by all threads that the library uses (``RAYON_NUM_THREADS``): of 1 at first, so
-    that the first comes soon, then of twice as many, up to 64. The state is exact to the document; after resuming, what
+    that the first comes soon, then of 8, then of 64. The state is exact to the document; after resuming, what
     was handed out of a batch is read again but not tokenized again. What truncation and padding the file asks for is
     not done. Texts without tokens, and those that are null, are passed over and counted. A document is tokenized whole,
     however long it is. The logical shards of a process share one tokenizer; nothing but its file is read.
@@ -129,7 +129,7 @@ class Tokenizer(Node[Document]):
                     ahead.more(self._batch_size - len(ahead.items))
                 except StopIteration:
                     break
-            self._batch_size = min(2 * self._batch_size, MAX_BATCH)
+            self._batch_size = min(GROWTH * self._batch_size, MAX_BATCH)
         rows: list[Row] = []
         texts: list[str] = []
         num_characters = 0

@@ -5,10 +5,13 @@ import math
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sources import Items, stored
 from torchdata.nodes import BaseNode
 
 from ibm_nodes import Document, Mixer
+from ibm_nodes.credits import choose, scale
 
 WEIGHTS = [
     {"a": 0.5, "b": 0.5},
@@ -509,3 +512,40 @@ def test_weights_may_change_again_and_again_and_always_hold_from_the_next_docume
             assert state["tokens"][name] == drawn[name]
             counted = state["documents"][name]
             assert sum(itertools.islice(itertools.cycle(lengths[name]), counted)) == drawn[name]
+
+
+def chosen_by_integers(queues, credits, shares, due, num_tokens, extra):
+    """What credits.choose says, in the words of the rule: credits of all sources after each document."""
+    queues, credits, dues, lengths = [list(queue) for queue in queues], list(credits), [], []
+    while num_tokens > 0 and queues[due]:
+        length = queues[due].pop(0)
+        dues.append(due)
+        lengths.append(length)
+        num_tokens -= length + extra
+        credits = [credit + share * length for credit, share in zip(credits, shares, strict=True)]
+        credits[due] -= length * 2**32
+        due = max(range(len(credits)), key=lambda number: (credits[number], -number))
+    return dues, lengths, credits, due
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None, database=None)
+def test_documents_are_chosen_by_credits_that_are_exact_however_large(data):
+    count = data.draw(st.integers(1, 5))
+    weights = data.draw(st.lists(st.integers(1, 1 << 40), min_size=count, max_size=count))
+    shares = list(scale({str(number): weight for number, weight in enumerate(weights)}).values())
+    longest = data.draw(st.sampled_from([3, 900, 1 << 20, 1 << 21, 1 << 40]))
+    lengths = st.lists(st.integers(max(1, longest - 3), longest) | st.integers(1, longest), max_size=30)
+    queues = [data.draw(lengths) for _ in range(count)]
+    largest = data.draw(st.sampled_from([5, 1 << 45, (1 << 53) + 9, 1 << 70]))
+    credits = [data.draw(st.integers(largest - 9, largest) | st.integers(-largest, largest)) for _ in range(count)]
+    arguments = (
+        queues,
+        credits,
+        shares,
+        data.draw(st.integers(0, count - 1)),
+        data.draw(st.integers(1, 20 * longest)),
+        data.draw(st.integers(0, 2)),
+    )
+    assert choose(*arguments) == chosen_by_integers(*arguments)
+    assert all(type(credit) is int for credit in choose(*arguments)[2])
