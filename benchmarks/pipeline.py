@@ -67,12 +67,12 @@ def count_rate(counts: Iterator[int], seconds: float, num_first: int = 8) -> flo
 
 
 def rate_of_loader(
-    urls: dict[str, str], num_shards: int, seconds: float, *, prefetch: bool = False, **more: object
+    urls: dict[str, str], num_shards: int, seconds: float, *, prefetch: bool = False, num_first: int = 8, **more: object
 ) -> float:
-    """Gives million tokens a second of a new loader, once all shuffle buffers are full."""
+    """Gives million tokens a second of a new loader, after ``num_first`` batches and full shuffle buffers."""
     node = batcher(urls, num_shards, **more)
     with Loader(Prefetcher(node, prefetch_factor=PREFETCH_FACTOR) if prefetch else node) as loader:
-        return rate(iter(loader), seconds, max(8, -(-num_shards // BATCH_SIZE)))
+        return rate(iter(loader), seconds, max(num_first, -(-num_shards // BATCH_SIZE)))
 
 
 def get_state_milliseconds(urls: dict[str, str], num_shards: int) -> float:

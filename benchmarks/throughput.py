@@ -164,11 +164,13 @@ def text_runs(args: argparse.Namespace, stack: contextlib.ExitStack) -> Runs:
     """Text beside the tokenizer alone."""
     urls, tokenizer = corpus_of_text.build(args.directory, num_words=args.tokens // TOKENS_PER_WORD_OF_TEXT)
     base = "encode_batch"
+    # Tokenizers begin with small batches, so that the first comes soon; a run of days is in large ones.
+    options: dict[str, object] = {"tokenizer": tokenizer, "num_first": 2 * args.num_shards[0]}
     return {
         base: limit_run(limits.encode, urls, tokenizer, fast=False),
         "encode_batch_fast": limit_run(limits.encode, urls, tokenizer, base=base, fast=True),
-        "text": loader_run(urls, args.num_shards[0], base=base, tokenizer=tokenizer),
-        "text, Prefetcher": loader_run(urls, args.num_shards[0], base=base, tokenizer=tokenizer, prefetch=True),
+        "text": loader_run(urls, args.num_shards[0], base=base, **options),
+        "text, Prefetcher": loader_run(urls, args.num_shards[0], base=base, prefetch=True, **options),
     }
 
 

@@ -149,6 +149,8 @@ class Concat:
             cut = starts[behind] > end and documents[-1][3] <= 0
             if mixed:
                 kind = np.result_type(*kinds[behind - len(inside) : behind])
-            own = tokens[begin:end].astype(kind)  # a copy, so that no sample keeps the others in memory
+            own = tokens[begin:end]
+            # A copy, so that no sample keeps the others in memory; numpy would let go of Python's lock for each.
+            own = np.frombuffer(bytearray(own.data), kind) if kind == own.dtype else own.astype(kind)
             self._ready.append((Sample(own, tuple(inside), tuple(documents)), end, behind, cut))
             first = behind
