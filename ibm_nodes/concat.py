@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ibm_nodes.items import Sample
+from ibm_nodes.items import Place, Sample
 from ibm_nodes.runs import Run, Runs, columns, joined, moved
 
 CUT_TOKENS = 1 << 17
@@ -62,9 +62,13 @@ class Concat:
             if self._total < self._seq_len:
                 return None
             self._cut()
-        sample, self._at, self._next, cut = self._ready.popleft()
+        begin = self._at
+        self._at, self._next, kind, starts, documents, cut = self._ready.popleft()
         self._counts["truncated"] += cut
-        return sample
+        tokens = self._pieces[0][begin : self._at]
+        # A copy, so that no sample keeps the others in memory; numpy would let go of Python's lock for each.
+        own = np.frombuffer(bytearray(tokens.data), kind) if kind == tokens.dtype else tokens.astype(kind)
+        return Sample(own, starts, documents)
 
     def pop(self) -> Sample:
         """Takes what waits, as the last sample."""
@@ -107,9 +111,9 @@ class Concat:
         pieces, lengths, places, kinds = runs
         self._pieces, self._lengths, self._places, self._kinds = list(pieces), list(lengths), list(places), list(kinds)
         self._total = sum(lengths)
-        # Samples that are cut; with each how many tokens there are up to its end, how many documents begin before that,
-        # and whether one of them is cut there.
-        self._ready: deque[tuple[Sample, int, int, bool]] = deque()
+        # Samples that are cut: how many tokens there are up to the end of each, how many documents begin before that,
+        # its type, starts and documents, and whether one is cut there.
+        self._ready: deque[tuple[int, int, np.dtype, tuple[int, ...], tuple[Place, ...], bool]] = deque()
         self._at = self._next = 0
 
     def _joined(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
@@ -132,8 +136,7 @@ class Concat:
         size = self._seq_len
         number = max(1, min(self._total, CUT_TOKENS) // size)
         places, kinds = self._places, self._kinds
-        tokens = self._joined(self._pieces)
-        self._pieces = [tokens]
+        self._pieces = [self._joined(self._pieces)]
         self._starts = starts = [0, *accumulate(self._lengths)]
         kind = kinds[0]
         mixed = kinds.count(kind) < len(kinds)
@@ -149,8 +152,5 @@ class Concat:
             cut = starts[behind] > end and documents[-1][3] <= 0
             if mixed:
                 kind = np.result_type(*kinds[behind - len(inside) : behind])
-            own = tokens[begin:end]
-            # A copy, so that no sample keeps the others in memory; numpy would let go of Python's lock for each.
-            own = np.frombuffer(bytearray(own.data), kind) if kind == own.dtype else own.astype(kind)
-            self._ready.append((Sample(own, tuple(inside), tuple(documents)), end, behind, cut))
+            self._ready.append((end, behind, kind, tuple(inside), tuple(documents), cut))
             first = behind
