@@ -325,7 +325,7 @@ def test_a_run_stops_at_a_number_of_tokens_on_all_ranks_or_after_some_time(ibm_n
     began = time.monotonic()
     _, out, _ = ibm_nodes("run", "pretrain", *data, "--seconds", 0.5)
     assert 0.5 < time.monotonic() - began < 5
-    assert re.match(r"[\d,]+ steps, [\d,]+ tokens in 0\.\d s: ", out)
+    assert re.match(r"[\d,]+ steps?, [\d,]+ tokens in \d\.\d s: ", out)
 
 
 def test_a_run_ends_where_the_data_does(ibm_nodes, monkeypatch):
