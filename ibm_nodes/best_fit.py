@@ -67,7 +67,7 @@ class BestFit:
     def add(self, runs: Runs) -> None:
         """Adds documents to those that wait."""
         if runs.lengths:
-            tokens, edges = joined(runs.pieces), pairwise(accumulate(runs.lengths, initial=0))
+            tokens, edges = joined(runs.pieces, copy=False), pairwise(accumulate(runs.lengths, initial=0))
             each = (
                 tokens[begin:end].astype(kind, copy=False) for (begin, end), kind in zip(edges, runs.kinds, strict=True)
             )

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import accumulate
 
 import numpy as np
@@ -95,7 +95,7 @@ class Concat:
         pieces, lengths, places, kinds = self._rest()
         if not lengths:
             return []
-        tokens, runs, begin = self._joined(pieces), [], 0
+        tokens, runs, begin = joined(pieces, copy=False), [], 0
         for length, place, kind in zip(lengths[: len(lengths) - less], places, kinds, strict=False):
             end = begin + length
             runs.append((tokens[begin:end].astype(kind, copy=False), place))
@@ -116,9 +116,6 @@ class Concat:
         self._ready: deque[tuple[int, int, np.dtype, tuple[int, ...], tuple[Place, ...], bool]] = deque()
         self._at = self._next = 0
 
-    def _joined(self, pieces: Sequence[np.ndarray]) -> np.ndarray:
-        return pieces[0] if len(pieces) == 1 else joined(pieces)
-
     def _rest(self) -> Runs:
         """Gives what is not in samples that were handed out."""
         number, at = self._next, self._at
@@ -136,7 +133,7 @@ class Concat:
         size = self._seq_len
         number = max(1, min(self._total, CUT_TOKENS) // size)
         places, kinds = self._places, self._kinds
-        self._pieces = [self._joined(self._pieces)]
+        self._pieces = [joined(self._pieces, copy=False)]
         self._starts = starts = [0, *accumulate(self._lengths)]
         kind = kinds[0]
         mixed = kinds.count(kind) < len(kinds)

@@ -35,10 +35,15 @@ def columns(runs: Sequence[Run]) -> Runs:
     return Runs(pieces, [len(tokens) for tokens in pieces], places, [tokens.dtype for tokens in pieces])
 
 
-def joined(pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Copies arrays end to end; as bytes where they are of one type, in half of the time."""
+def joined(pieces: Sequence[np.ndarray], *, copy: bool = True) -> np.ndarray:
+    """Copies arrays end to end; as bytes where they are of one type, in half of the time.
+
+    Args:
+        pieces: the arrays.
+        copy: one alone is copied, too.
+    """
     if len(pieces) == 1:
-        return pieces[0].copy()
+        return pieces[0].copy() if copy else pieces[0]
     types = [tokens.dtype for tokens in pieces]
     if types.count(types[0]) == len(types):
         try:
@@ -79,4 +84,4 @@ def mended(runs: Iterable[Run], counts: dict[str, int]) -> list[Run]:
         else:
             whole.append(([tokens], place))
         following, cut = moved(place, len(tokens)), place[3] <= 0
-    return [(pieces[0] if len(pieces) == 1 else joined(pieces), place) for pieces, place in whole]
+    return [(joined(pieces, copy=False), place) for pieces, place in whole]

@@ -25,9 +25,9 @@ class Tokenizer(Node[Document]):
     """Yields the documents of rows of text, tokenized by a ``tokenizer.json`` of the library ``tokenizers``.
 
     Documents are tokenized in batches, by all threads that the library uses (``RAYON_NUM_THREADS``): of 1 at first, so
-    that the first comes soon, then of 8, then of 64. The state is exact to the document; after resuming, what
-    was handed out of a batch is read again but not tokenized again. What truncation and padding the file asks for is
-    not done. Texts without tokens, and those that are null, are passed over and counted. A document is tokenized whole,
+    that the first comes soon, then of 8, then of 64. The state is exact to the document; after resuming, what was
+    handed out of a batch is read again but not tokenized again. What truncation and padding the file asks for is not
+    done. Texts without tokens, and those that are null, are passed over and counted. A document is tokenized whole,
     however long it is. The logical shards of a process share one tokenizer; nothing but its file is read.
 
     Args:

@@ -324,8 +324,10 @@ def test_a_run_stops_at_a_number_of_tokens_on_all_ranks_or_after_some_time(ibm_n
     assert (found["steps"], found["batches"], found["tokens"]) == (5, 15, 5 * BATCH * SEQ_LEN // 4)
     began = time.monotonic()
     _, out, _ = ibm_nodes("run", "pretrain", *data, "--seconds", 0.5)
-    assert 0.5 < time.monotonic() - began < 5
-    assert re.match(r"[\d,]+ steps?, [\d,]+ tokens in \d\.\d s: ", out)
+    passed = time.monotonic() - began
+    assert 0.5 < passed < 5
+    said = re.match(r"[\d,]+ steps?, [\d,]+ tokens in (\d\.\d) s: ", out)
+    assert 0.5 <= float(said[1]) <= passed + 0.1  # as rounded
 
 
 def test_a_run_ends_where_the_data_does(ibm_nodes, monkeypatch):
